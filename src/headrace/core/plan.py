@@ -1,0 +1,121 @@
+"""The nouns of a step. Everything that crosses from the scheduler to a worker and back is defined here.
+
+Glossary
+  request   one sequence to be generated: prompt token ids, sampling parameters, one choice of `n`.
+  row       a request's place in the worker's request table, from admission until release.
+  span      consecutive tokens of one row that one step runs through the model: (row, start, length, num_drafts).
+            A chunk of prefill, the rest after a prefix hit, a decode and a verification of drafts are all spans.
+  step      one pass of the model over the spans of a plan; `step_id` numbers them from 0.
+  block     `block_size` consecutive token positions of KV cache, the unit of allocation.
+  slot      one token's place inside a block: block id * block_size + offset.
+  draft     a proposed token that a step verifies.
+  plan      what the scheduler wants of a step; result: what came back.
+A span yields a token when it reaches the end of the tokens known for its row; a span that stops earlier
+(prefill not finished) yields none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from headrace.sampling.params import SamplingParams
+
+NO_SPANS = np.zeros((4, 0), np.int32)
+NO_SPANS.flags.writeable = False
+
+
+@dataclass(frozen=True)
+class Admit:
+    """A request entering the table, new or again after preemption (then `token_ids` holds its output so far too)."""
+
+    row: int
+    request_id: str
+    token_ids: list[int]  # prompt, then output so far
+    prompt_len: int
+    num_computed: int  # tokens whose KV is already in the given blocks (a prefix hit)
+    params: SamplingParams
+    seed: int  # resolved: the request's own, or one drawn for it
+    choice: int  # which of the request's n choices
+
+
+@dataclass(frozen=True)
+class NewBlocks:
+    """Blocks appended to one row's table in one layer group."""
+
+    row: int
+    group: int
+    start: int  # index in the row's table where `ids` go
+    ids: list[int]
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What one step does. Applied by the worker in the order: released, admits, new_blocks, block_copies, spans."""
+
+    step_id: int
+    spans: np.ndarray = field(default_factory=lambda: NO_SPANS)  # int32 [4, S]: row, start, length, num_drafts
+    admits: tuple[Admit, ...] = ()
+    new_blocks: tuple[NewBlocks, ...] = ()
+    forks: tuple[tuple[int, int], ...] = ()  # (source row, new row): copy the table row
+    block_copies: tuple[tuple[int, int], ...] = ()  # (source block, destination block): copy-on-write
+    released: tuple[int, ...] = ()  # rows whose requests ended or were preempted
+    yields: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))  # bool [S]: the span reaches its row's end
+
+    @property
+    def rows(self) -> np.ndarray:
+        return self.spans[0]
+
+    @property
+    def starts(self) -> np.ndarray:
+        """First position of each span; with several steps in flight, an upper bound (the table knows)."""
+        return self.spans[1]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return self.spans[2]
+
+    @property
+    def num_drafts(self) -> np.ndarray:
+        return self.spans[3]
+
+    @property
+    def num_spans(self) -> int:
+        return self.spans.shape[1]
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.spans[2].sum())
+
+    @property
+    def empty(self) -> bool:
+        """Nothing to run and nothing to tell the worker."""
+        return not (self.num_spans or self.admits or self.released or self.forks or self.block_copies)
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """Seconds of one step inside the worker, by stage."""
+
+    prepare: float = 0.0  # table, batch, attention metadata
+    forward: float = 0.0  # the model up to its last hidden states
+    logits: float = 0.0  # output head
+    sample: float = 0.0  # logits stages, sampling, verification, table update
+
+    @property
+    def total(self) -> float:
+        return self.prepare + self.forward + self.logits + self.sample
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step produced, in the order of the plan's spans."""
+
+    step_id: int
+    tokens: list[list[int]]  # per span; [] where prefill is not finished; accepted drafts first
+    num_accepted: list[int]  # per span: drafts accepted
+    logprobs: list[list[float]] | None = None  # per span and token: log-probability of the chosen token
+    times: StageTimes = StageTimes()

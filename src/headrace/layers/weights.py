@@ -1,0 +1,75 @@
+"""WeightSource: how layers get their weights, by the tensor names that Hugging Face checkpoints use.
+
+Layers take what they need while they are built; nothing is loaded that no layer asked for. Problems are collected,
+so that one error names every missing, misshapen and unused tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import numpy as np
+
+
+class WeightsError(ValueError):
+    """The checkpoint's tensors do not fit the model; the message names them."""
+
+
+class Checkpoint(Protocol):
+    """Named tensors of a model on disk (loading/), or made up (loading/dummy.py). Names are Hugging Face's."""
+
+    def names(self) -> Iterable[str]:
+        """Every tensor in the checkpoint."""
+        ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, in Hugging Face's orientation (linear weights are [out, in])."""
+        ...
+
+    def read(self, name: str) -> np.ndarray:
+        """The tensor as float32, dequantised if need be."""
+        ...
+
+
+class WeightSource:
+    """Hands a checkpoint's tensors to layers and keeps account of what was taken, missing and misshapen."""
+
+    def __init__(self, checkpoint: Checkpoint):
+        self._checkpoint = checkpoint
+        self._names = frozenset(checkpoint.names())
+        self._taken: set[str] = set()
+        self._missing: list[str] = []
+        self._misshapen: list[str] = []
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
+
+    def take(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        """The tensor, float32; a problem is noted for `finish` and answered with zeros of `shape`."""
+        if name not in self._names:
+            self._missing.append(f"{name} {list(shape)}")
+            return np.zeros(shape, np.float32)
+        self._taken.add(name)
+        if (found := tuple(self._checkpoint.shape(name))) != shape:
+            self._misshapen.append(f"{name}: {list(found)} in the file, {list(shape)} expected")
+            return np.zeros(shape, np.float32)
+        return self._checkpoint.read(name)
+
+    def ignore(self, name: str) -> None:
+        """Mark a tensor as known and not needed (rotary inverse frequencies, a tied head's copy)."""
+        self._taken.add(name)
+
+    def finish(self) -> None:
+        """Raise WeightsError if anything was missing, misshapen or left over."""
+        problems = []
+        for title, names in (
+            ("missing", self._missing),
+            ("of another shape", self._misshapen),
+            ("not part of this model", sorted(self._names - self._taken)),
+        ):
+            if names:
+                shown = "; ".join(names[:8]) + (f"; and {len(names) - 8} more" if len(names) > 8 else "")
+                problems.append(f"{len(names)} tensors {title}: {shown}")
+        if problems:
+            raise WeightsError("the checkpoint does not fit the model: " + ". ".join(problems))
