@@ -40,6 +40,7 @@ class Admit:
     params: SamplingParams
     seed: int  # resolved: the request's own, or one drawn for it
     choice: int  # which of the request's n choices
+    stop_ids: frozenset[int]  # tokens that end it, banned while fewer than min_tokens came
 
 
 @dataclass(frozen=True)

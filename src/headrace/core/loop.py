@@ -1,0 +1,86 @@
+"""EngineCore: the step loop. Plans go to the executor, results come back in order; nothing else happens here."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable
+from concurrent.futures import Future
+from typing import Protocol
+
+from headrace.core.plan import StepPlan, StepResult
+from headrace.core.request import FinishReason, Request, TokenOutput
+from headrace.core.scheduler import Scheduler
+
+
+class StepRunner(Protocol):
+    """What the loop needs of an executor."""
+
+    def execute(self, plan: StepPlan) -> Future[StepResult]:
+        """Start a step; its future completes in the order of the calls."""
+        ...
+
+
+class StepObserver(Protocol):
+    """What is told of every step (the ledger)."""
+
+    def planned(self, plan: StepPlan, scheduler: Scheduler, seconds: float) -> None: ...
+
+    def committed(self, plan: StepPlan, result: StepResult, scheduler: Scheduler, seconds: float) -> None: ...
+
+
+class NullObserver:
+    """Observes nothing."""
+
+    def planned(self, plan: StepPlan, scheduler: Scheduler, seconds: float) -> None:
+        pass
+
+    def committed(self, plan: StepPlan, result: StepResult, scheduler: Scheduler, seconds: float) -> None:
+        pass
+
+
+class EngineCore:
+    """Steps requests to their ends, with up to `depth` steps in flight."""
+
+    def __init__(self, scheduler: Scheduler, runner: StepRunner, depth: int = 1, observer: StepObserver | None = None):
+        if depth < 1:
+            raise ValueError(f"at least one step must be in flight, not {depth}")
+        self.scheduler = scheduler
+        self._runner = runner
+        self._depth = depth
+        self._observer: StepObserver = observer or NullObserver()
+        self._in_flight: deque[tuple[StepPlan, Future[StepResult]]] = deque()
+
+    def add(self, request: Request) -> None:
+        """Queue a request; RequestError if it could never run."""
+        self.scheduler.add(request)
+
+    def abort(self, request_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT) -> list[TokenOutput]:
+        """End requests now, wherever they are; returns what ended."""
+        return self.scheduler.abort(request_ids, reason)
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work or bool(self._in_flight)
+
+    def step(self) -> list[TokenOutput]:
+        """Keep `depth` steps in flight, wait for the oldest and return what it brought; [] when idle."""
+        while len(self._in_flight) < self._depth and self.scheduler.has_work:
+            started = time.perf_counter()
+            plan = self.scheduler.schedule()
+            if not plan.num_spans:
+                break
+            self._observer.planned(plan, self.scheduler, time.perf_counter() - started)
+            self._in_flight.append((plan, self._runner.execute(plan)))
+        if not self._in_flight:
+            if self.scheduler.has_work:
+                raise RuntimeError(f"the scheduler is stuck: {'; '.join(self.scheduler.trace.refusals) or 'no reason'}")
+            return []
+        plan, future = self._in_flight.popleft()
+        result = future.result()
+        started = time.perf_counter()
+        outputs = self.scheduler.commit(plan, result)
+        self._observer.committed(plan, result, self.scheduler, time.perf_counter() - started)
+        if not self.has_work:
+            self.scheduler.check()
+        return outputs

@@ -1,0 +1,96 @@
+"""Request: one sequence's life in the engine, and what the engine reports of it."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from headrace.sampling.params import SamplingParams
+
+_arrivals = itertools.count()
+
+
+class FinishReason(StrEnum):
+    """Why a request ended."""
+
+    STOP = "stop"  # end of sequence, a stop token or a stop string
+    LENGTH = "length"  # max_tokens or the model's limit
+    ABORT = "abort"  # the client asked
+    ERROR = "error"  # the engine could not go on with it
+
+
+class RequestError(ValueError):
+    """A request that cannot be served as asked; the message says what would do."""
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One choice of one prompt, from arrival to its finish reason.
+
+    Counters, in tokens: KV exists for `num_computed`; steps in flight carry `num_in_flight` more and will append at
+    most `num_pending` sampled tokens. What the scheduler may still hand out is `num_unscheduled`.
+    """
+
+    id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    max_new_tokens: int  # resolved: max_tokens or what the model's limit leaves
+    stop_ids: frozenset[int] = frozenset()  # resolved: end-of-sequence ids (unless ignored) and stop_token_ids
+    seed: int = 0  # resolved
+    choice: int = 0
+    priority: int = 0  # lower is served first
+    arrival: float = field(default_factory=time.monotonic)
+    order: int = field(default_factory=lambda: next(_arrivals))  # total order of arrival
+
+    token_ids: list[int] = field(init=False)  # prompt, then output
+    row: int = field(default=-1, init=False)  # -1: not in the table
+    epoch: int = field(default=0, init=False)  # counts admissions, so that results of an earlier stay are dropped
+    num_computed: int = field(default=0, init=False)
+    num_in_flight: int = field(default=0, init=False)
+    num_pending: int = field(default=0, init=False)
+    num_slots: int = field(default=0, init=False)  # tokens that the blocks held have room for
+    num_preemptions: int = field(default=0, init=False)
+    finish_reason: FinishReason | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.prompt_token_ids)
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_output(self) -> int:
+        return len(self.token_ids) - len(self.prompt_token_ids)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[len(self.prompt_token_ids) :]
+
+    @property
+    def num_unscheduled(self) -> int:
+        """Known or promised tokens that no step has been given; 0 also once the last allowed token is promised."""
+        if self.num_output + self.num_pending >= self.max_new_tokens:
+            return 0
+        return len(self.token_ids) + self.num_pending - self.num_computed - self.num_in_flight
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def leave_table(self) -> None:
+        """Forget the row and everything computed (preemption, end); steps in flight no longer count."""
+        self.row = -1
+        self.epoch += 1
+        self.num_computed = self.num_in_flight = self.num_pending = self.num_slots = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOutput:
+    """What one step brought one request."""
+
+    request_id: str
+    token_ids: list[int]  # new tokens; the one that stopped the request is included
+    finish_reason: FinishReason | None = None

@@ -1,0 +1,318 @@
+"""Scheduler: which tokens of which requests the next step runs.
+
+In one sentence: every running request that is ready to decode gets its token first; what is left of the token budget
+goes to prompts, a quarter of it to those with the least left so that they need not wait behind long ones, the rest by
+age; requests are admitted by age while rows and blocks last, and when blocks run out the youngest is preempted and
+recomputed later.
+
+Memory cannot deadlock: a request that the whole pool could not hold is refused at once, and the oldest request can
+always take the blocks of the younger ones.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from headrace.core.kv_manager import KVCacheManager
+from headrace.core.plan import Admit, NewBlocks, StepPlan, StepResult
+from headrace.core.queue import RequestQueue
+from headrace.core.request import FinishReason, Request, RequestError, TokenOutput
+from headrace.core.stop import accept_tokens
+
+
+@dataclass(frozen=True)
+class SchedulerLimits:
+    """Resolved numbers the scheduler works within."""
+
+    max_num_seqs: int  # rows of the request table
+    max_num_batched_tokens: int  # token budget of a step, at least max_num_seqs
+    max_model_len: int  # prompt and output together
+    policy: str = "fcfs"
+
+
+@dataclass
+class StepTrace:
+    """What the scheduler saw and refused while making one plan; for the ledger."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    refusals: list[str] = field(default_factory=list)
+    preempted: list[str] = field(default_factory=list)
+
+
+@dataclass
+class _Draft:
+    """A plan being made."""
+
+    budget: int
+    spans: list[tuple[int, int, int, int]] = field(default_factory=list)
+    yields: list[bool] = field(default_factory=list)
+    requests: list[tuple[Request, int]] = field(default_factory=list)  # (request, epoch) of each span
+    scheduled: set[str] = field(default_factory=set)
+    prefilling: list[Request] = field(default_factory=list)  # running, with more than a token to go; oldest first
+    admits: list[Admit] = field(default_factory=list)
+    new_blocks: list[NewBlocks] = field(default_factory=list)
+
+
+class Scheduler:
+    """add() and abort() at any time; schedule() makes a plan, commit() takes its result, in the same order."""
+
+    def __init__(self, limits: SchedulerLimits, kv: KVCacheManager):
+        if limits.max_num_batched_tokens < limits.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({limits.max_num_batched_tokens}) must be at least max_num_seqs "
+                f"({limits.max_num_seqs}), so that every running request can decode in one step"
+            )
+        self.limits = limits
+        self.kv = kv
+        self.waiting = RequestQueue(limits.policy)
+        self.running: list[Request] = []  # oldest first
+        self.trace = StepTrace()
+        self._requests: dict[str, Request] = {}
+        self._free_rows = deque(range(limits.max_num_seqs))
+        self._released: list[int] = []  # rows to be told in the next plan
+        self._in_flight: dict[int, list[tuple[Request, int]]] = {}  # step -> the request and epoch of each span
+        self._next_step = 0
+        self._committed = -1
+
+    # -- requests coming and going
+
+    def add(self, request: Request) -> None:
+        """Queue a request; RequestError if it could never run."""
+        if request.id in self._requests:
+            raise RequestError(f"request id {request.id!r} is in use; every request needs its own")
+        limit = min(self.limits.max_model_len, self.kv.max_tokens)
+        if request.prompt_len == 0:
+            raise RequestError("the prompt has no tokens; give at least one")
+        if request.prompt_len >= limit:
+            raise RequestError(
+                f"the prompt has {request.prompt_len} tokens and at least one must be generated, but at most {limit} "
+                f"fit (max_model_len {self.limits.max_model_len}, KV cache {self.kv.max_tokens}); shorten the prompt "
+                "or raise max_model_len / kv_cache"
+            )
+        request.max_new_tokens = min(request.max_new_tokens, limit - request.prompt_len)
+        self._requests[request.id] = request
+        self.waiting.push(request)
+
+    def abort(self, request_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT) -> list[TokenOutput]:
+        """End requests wherever they are and free what they hold; unknown ids are ignored."""
+        outputs = []
+        for request_id in request_ids:
+            request = self._requests.get(request_id)
+            if request is not None:
+                self._end(request, reason)
+                outputs.append(TokenOutput(request_id, [], reason))
+        return outputs
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._requests)
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    # -- making a plan
+
+    def schedule(self) -> StepPlan:
+        """The next step's plan; its `num_spans` is 0 when nothing can run now."""
+        self.kv.pool.settle(self._committed)
+        self.trace = StepTrace()
+        draft = _Draft(budget=self.limits.max_num_batched_tokens)
+        self._schedule_decodes(draft)
+        self._admit(draft)
+        self._schedule_prefills(draft)
+        self.trace.num_running, self.trace.num_waiting = len(self.running), len(self.waiting)
+        step_id = self._next_step
+        if not draft.spans:
+            for admit in draft.admits:
+                self._preempt(self._requests[admit.request_id])
+            return StepPlan(step_id)
+        self._next_step += 1
+        self._in_flight[step_id] = draft.requests
+        plan = StepPlan(
+            step_id,
+            spans=np.array(draft.spans, np.int32).T,
+            admits=tuple(admit for admit in draft.admits if self._requests[admit.request_id].row == admit.row),
+            new_blocks=tuple(draft.new_blocks),
+            released=tuple(self._released),
+            yields=np.array(draft.yields, bool),
+        )
+        self._released = []
+        return plan
+
+    def _schedule_decodes(self, draft: _Draft) -> None:
+        for request in list(self.running):
+            if request.row < 0:  # preempted a moment ago
+                continue
+            unscheduled = request.num_unscheduled
+            if unscheduled == 1:
+                end = request.num_computed + request.num_in_flight + 1
+                if end <= request.num_slots or self._make_room(request, end, draft):
+                    self._add_span(draft, request, 1, yields=True)
+            elif unscheduled > 1:
+                draft.prefilling.append(request)
+
+    def _make_room(self, request: Request, num_tokens: int, draft: _Draft) -> bool:
+        """Blocks for the first `num_tokens` tokens, preempting the youngest others; False if it must wait."""
+        while True:
+            news = self.kv.allocate(request, num_tokens)
+            if news is not None:
+                draft.new_blocks.extend(news)
+                return True
+            pool = self.kv.pool
+            if self.kv.shortfall(request, num_tokens) <= pool.num_free + pool.num_waiting:
+                self.trace.refusals.append(f"request {request.id} waits for blocks that steps in flight still use")
+                return False
+            victim = next(r for r in reversed(self.running) if r is request or r.id not in draft.scheduled)
+            if victim is request and request is not self.running[-1]:  # the younger ones run in this very step
+                self.trace.refusals.append(
+                    f"request {request.id} waits: needs {self.kv.shortfall(request, num_tokens)} blocks, "
+                    f"{pool.num_free} free"
+                )
+                return False
+            self._preempt(victim)
+            if victim is request:
+                return False
+
+    def _admit(self, draft: _Draft) -> None:
+        """Give rows to waiting requests, oldest first, while the step has work for them and memory holds them."""
+        prefilling = [r for r in draft.prefilling if r.row >= 0]
+        demand = sum(min(r.num_unscheduled, self._share) for r in prefilling)
+        promised = sum(self.kv.shortfall(r, len(r.token_ids)) for r in prefilling)
+        while demand < draft.budget and (request := self.waiting.peek()) is not None:
+            need = self.kv.blocks_for(len(request.token_ids) + 1)
+            spare = len(self.running)  # one block for each that is growing already
+            if not self._free_rows:
+                self.trace.refusals.append(f"request {request.id} not admitted: all rows are taken (max_num_seqs)")
+                return
+            if need + promised + spare > self.kv.pool.num_free and self.running:
+                self.trace.refusals.append(
+                    f"request {request.id} not admitted: needs {need} blocks, {self.kv.pool.num_free} free of which "
+                    f"{promised} are promised to prompts in progress and {spare} kept for running requests to grow"
+                )
+                return
+            if need > self.kv.pool.num_free:  # nothing runs, yet blocks are still waiting for steps in flight
+                return
+            self.waiting.pop()
+            request.row = self._free_rows.popleft()
+            self._insert_by_age(request)
+            draft.prefilling.append(request)
+            draft.admits.append(
+                Admit(
+                    row=request.row,
+                    request_id=request.id,
+                    token_ids=list(request.token_ids),
+                    prompt_len=request.prompt_len,
+                    num_computed=0,
+                    params=request.params,
+                    seed=request.seed,
+                    choice=request.choice,
+                    stop_ids=request.stop_ids,
+                )
+            )
+            demand += min(request.num_unscheduled, self._share)
+            promised += need
+
+    def _schedule_prefills(self, draft: _Draft) -> None:
+        if len(draft.prefilling) > 1:
+            spared = min(self._share, draft.budget // 2)
+            for request in sorted(draft.prefilling[1:], key=lambda r: r.num_unscheduled):
+                if spared > 0 and request.row >= 0:
+                    spared -= self._schedule_chunk(draft, request, spared)
+        for request in draft.prefilling:
+            if draft.budget > 0 and request.row >= 0 and request.id not in draft.scheduled:
+                self._schedule_chunk(draft, request, draft.budget)
+
+    def _schedule_chunk(self, draft: _Draft, request: Request, most: int) -> int:
+        """Up to `most` tokens of a prompt; returns how many."""
+        unscheduled = request.num_unscheduled
+        length = min(unscheduled, most)
+        if self._make_room(request, request.num_computed + request.num_in_flight + length, draft):
+            self._add_span(draft, request, length, yields=length == unscheduled)
+            return length
+        return 0
+
+    def _add_span(self, draft: _Draft, request: Request, length: int, yields: bool) -> None:
+        draft.spans.append((request.row, request.num_computed + request.num_in_flight, length, 0))
+        draft.yields.append(yields)
+        draft.requests.append((request, request.epoch))
+        draft.scheduled.add(request.id)
+        draft.budget -= length
+        request.num_in_flight += length
+        request.num_pending += yields
+
+    # -- taking a result
+
+    def commit(self, plan: StepPlan, result: StepResult) -> list[TokenOutput]:
+        """Account for a step that ran; plans commit in the order they were made."""
+        outputs = []
+        lengths, drafts, yields = plan.lengths.tolist(), plan.num_drafts.tolist(), plan.yields.tolist()
+        for index, (request, epoch) in enumerate(self._in_flight.pop(plan.step_id)):
+            if request.epoch != epoch:  # preempted, aborted or ended since: nobody waits for this
+                continue
+            request.num_in_flight -= lengths[index]
+            request.num_computed += lengths[index]
+            if yields[index]:
+                request.num_computed -= drafts[index] - result.num_accepted[index]
+                request.num_pending -= 1 + drafts[index]
+                taken = accept_tokens(request, result.tokens[index])
+                outputs.append(TokenOutput(request.id, taken, request.finish_reason))
+                if request.finish_reason is not None:
+                    self._end(request, request.finish_reason)
+        self._committed = plan.step_id
+        return outputs
+
+    # -- bookkeeping
+
+    @property
+    def _share(self) -> int:
+        """Tokens of a step kept for the prompts with the least left, so that they need not wait behind long ones."""
+        return max(1, self.limits.max_num_batched_tokens // 4)
+
+    def _age(self, request: Request) -> tuple[int, int]:
+        return (request.priority if self.limits.policy == "priority" else 0, request.order)
+
+    def _insert_by_age(self, request: Request) -> None:
+        index = len(self.running)
+        while index and self._age(self.running[index - 1]) > self._age(request):
+            index -= 1
+        self.running.insert(index, request)
+
+    def _leave(self, request: Request) -> None:
+        """Take a running request off the table; its blocks come back when the steps in flight have committed."""
+        self.running.remove(request)
+        self.kv.free(request, after_step=self._next_step - 1)
+        self.kv.pool.settle(self._committed)
+        self._free_rows.append(request.row)
+        self._released.append(request.row)
+        request.leave_table()
+
+    def _preempt(self, request: Request) -> None:
+        """Back to the queue, at its age; it counts as a preemption if anything computed is lost."""
+        if request.num_computed or request.num_in_flight:
+            request.num_preemptions += 1
+            self.trace.preempted.append(request.id)
+        self._leave(request)
+        self.waiting.push(request)
+
+    def _end(self, request: Request, reason: FinishReason) -> None:
+        request.finish_reason = reason
+        del self._requests[request.id]
+        if request.row >= 0:
+            self._leave(request)
+        else:
+            self.waiting.remove(request.id)
+
+    def check(self) -> None:
+        """The full account of rows, requests and blocks; raises AssertionError when something is lost."""
+        self.kv.check()
+        rows = [request.row for request in self.running]
+        assert sorted(rows + list(self._free_rows)) == list(range(self.limits.max_num_seqs)), "a row is lost"
+        assert len(self.running) + len(self.waiting) == len(self._requests), "a request is lost"
+        if not self._requests:
+            assert self.kv.pool.num_held == 0, f"{self.kv.pool.num_held} blocks are held by nobody"
