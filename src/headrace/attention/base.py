@@ -30,6 +30,7 @@ class AttentionCaps:
     kv_formats: frozenset[str]
     head_dims: frozenset[int] | None = None  # None: any
     block_multiple: int = 1  # block_size must be a multiple of this
+    block_tile: int | None = None  # block_size must divide this or be a multiple of it; None: any
     windows: bool = True
     soft_cap: bool = True
     sinks: bool = True
@@ -46,6 +47,8 @@ class AttentionCaps:
             reasons.append(f"head_dim {layer.head_dim} is not one of {sorted(self.head_dims)}")
         if block_size % self.block_multiple:
             reasons.append(f"block size {block_size} is not a multiple of {self.block_multiple}")
+        if self.block_tile is not None and self.block_tile % block_size and block_size % self.block_tile:
+            reasons.append(f"block size {block_size} neither divides {self.block_tile} nor is a multiple of it")
         if layer.window is not None and not self.windows:
             reasons.append("has no sliding window")
         if layer.soft_cap is not None and not self.soft_cap:

@@ -119,4 +119,5 @@ class StepResult:
     tokens: list[list[int]]  # per span; [] where prefill is not finished; accepted drafts first
     num_accepted: list[int]  # per span: drafts accepted
     logprobs: list[list[float]] | None = None  # per span and token: log-probability of the chosen token
+    errors: dict[int, str] = field(default_factory=dict)  # span -> why it could not go on
     times: StageTimes = StageTimes()

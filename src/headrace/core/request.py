@@ -94,3 +94,4 @@ class TokenOutput:
     request_id: str
     token_ids: list[int]  # new tokens; the one that stopped the request is included
     finish_reason: FinishReason | None = None
+    error: str | None = None  # with FinishReason.ERROR: what happened

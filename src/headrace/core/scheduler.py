@@ -257,7 +257,10 @@ class Scheduler:
                 continue
             request.num_in_flight -= lengths[index]
             request.num_computed += lengths[index]
-            if yields[index]:
+            if index in result.errors:
+                outputs.append(TokenOutput(request.id, [], FinishReason.ERROR, result.errors[index]))
+                self._end(request, FinishReason.ERROR)
+            elif yields[index]:
                 request.num_computed -= drafts[index] - result.num_accepted[index]
                 request.num_pending -= 1 + drafts[index]
                 taken = accept_tokens(request, result.tokens[index])

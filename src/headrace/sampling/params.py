@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
+
+from headrace.config import option
 
 
 def _number(name: str, value: Any, low: float, high: float, *, low_open: bool = False) -> None:
@@ -35,20 +37,19 @@ class SamplingParams:
     best token), then the draw.
     """
 
-    temperature: float = 1.0  # 0 is greedy; tiny values are honoured
-    top_k: int = 0  # keep the k best tokens; 0 keeps all (-1 is read as 0)
-    top_p: float = 1.0  # keep the smallest set of best tokens whose probability reaches p
-    min_p: float = 0.0  # keep tokens at least min_p times as likely as the best
-    seed: int | None = None  # same seed, same text, in any company; None draws a seed
-    n: int = 1  # independent choices
-    max_tokens: int | None = None  # None: until the model's limit
-    min_tokens: int = 0  # no end-of-sequence or stop before this many tokens
-    stop: tuple[str, ...] = ()  # the text ends before the first of these (a str or a list is accepted)
-    stop_token_ids: tuple[int, ...] = ()  # these tokens end the text, like end-of-sequence
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True  # in the text; token_ids always hold every token
-    extra: dict[str, Any] = field(default_factory=dict, repr=False)  # for proposers and logits stages to come
+    temperature: float = option(1.0, "0 is greedy; tiny values are honoured")
+    top_k: int = option(0, "keep the k best tokens; 0 (or -1) keeps all")
+    top_p: float = option(1.0, "keep the smallest set of best tokens whose probability reaches p")
+    min_p: float = option(0.0, "keep tokens at least min_p times as likely as the best")
+    seed: int | None = option(None, "same seed, same text, in any company; none: a seed is drawn")
+    n: int = option(1, "independent choices")
+    max_tokens: int | None = option(None, "most tokens to generate; none: until the model's limit")
+    min_tokens: int = option(0, "no end of sequence and no stop before this many tokens")
+    stop: tuple[str, ...] = option((), "the text ends before the first of these strings")
+    stop_token_ids: tuple[int, ...] = option((), "these tokens end the text, as the end of sequence does")
+    include_stop_str_in_output: bool = option(False, "leave the stop string, or the token that ended it, in the text")
+    ignore_eos: bool = option(False, "go on after the end-of-sequence token")
+    skip_special_tokens: bool = option(True, "leave special tokens out of the text; token ids always hold all")
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
+from headrace import ops
+from headrace.core.plan import StepPlan
 from headrace.ops.xp import Array
+from headrace.worker.table import RequestTable
 
 
 @dataclass(frozen=True)
@@ -40,3 +45,37 @@ class StepBatch:
     @property
     def num_spans(self) -> int:
         return int(self.rows.shape[0])
+
+
+class BatchBuilder:
+    """Makes a StepBatch from a plan and the request table."""
+
+    def __init__(self, table: RequestTable, block_size: int):
+        self._table = table
+        self._block_size = block_size
+
+    def build(self, plan: StepPlan, key: ShapeKey) -> StepBatch:
+        """The arrays of `plan`; call after `table.apply(plan)`."""
+        table, rows, lengths = self._table, plan.rows, plan.lengths
+        token_ids, positions, query_start, seq_lens, slots = ops.build_step(
+            rows, lengths, plan.num_tokens, table.token_ids, table.num_computed, table.block_tables, self._block_size
+        )
+        # a span that reaches the end of its row's tokens wants the logits of its last 1 + num_drafts positions
+        wanted = np.where(plan.yields, 1 + plan.num_drafts, 0)
+        logit_span = np.repeat(np.arange(plan.num_spans, dtype=np.int32), wanted)
+        first = query_start[1:] - wanted
+        within = np.arange(len(logit_span), dtype=np.int32) - np.repeat(np.cumsum(wanted) - wanted, wanted)
+        columns = -(-int(seq_lens.max()) // self._block_size)
+        return StepBatch(
+            key=key,
+            rows=rows,
+            token_ids=token_ids,
+            positions=positions,
+            query_start=query_start,
+            seq_lens=seq_lens,
+            block_tables=tuple(blocks[rows, :columns] for blocks in table.block_tables),
+            slot_mapping=slots,
+            logit_index=first[logit_span] + within,
+            logit_span=logit_span,
+            num_drafts=plan.num_drafts,
+        )

@@ -1,0 +1,33 @@
+# Both need Python 3.11 or newer with pip; everything else goes into .venv here.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test test-slow check clean
+
+demo: .venv/runtime  ## install, fetch the default model, answer a question
+	$(BIN)/headrace run "Explain in three sentences why the sky is blue." --seed 1 --max-tokens 120
+
+test: .venv/tests check  ## the linters and every fast test
+	$(BIN)/pytest
+
+test-slow: .venv/tests  ## what takes longer: the real model against its oracle, long random schedules
+	$(BIN)/pytest -m slow
+
+check: .venv/tests
+	$(BIN)/ruff check src tests bench
+	$(BIN)/mypy
+
+.venv/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit("Headrace needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; try: make PYTHON=python3.12 demo" if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv .venv
+
+.venv/runtime: pyproject.toml | .venv/bin/python
+	$(BIN)/python -m pip install --quiet --editable .
+	@touch $@
+
+.venv/tests: pyproject.toml | .venv/bin/python
+	$(BIN)/python -m pip install --quiet --editable '.[test]'
+	@touch $@ .venv/runtime
+
+clean:
+	rm -rf .venv build dist src/*.egg-info

@@ -1,0 +1,40 @@
+"""Choosing the attention backend: the first one that can serve every layer, and why the others cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from headrace.attention.base import AttentionBackend, LayerAttention
+from headrace.attention.reference import ReferenceAttention
+
+# name -> class with `caps` and a constructor that takes block_size; best first. A native or GPU backend adds a line.
+BACKENDS: dict[str, Any] = {
+    "reference": ReferenceAttention,
+}
+
+
+def select_backend(
+    device: str,
+    kv_format: str,
+    layers: Sequence[LayerAttention],
+    block_size: int,
+    override: str | None = None,
+) -> tuple[AttentionBackend, list[tuple[str, list[str]]]]:
+    """(backend, refusals): the first of BACKENDS, or the one named by `override`, that can serve all `layers`.
+
+    `refusals` has (name, reasons) of every backend passed over. Raises ValueError, reasons listed, if none is left.
+    """
+    if override is not None and override not in BACKENDS:
+        raise ValueError(f"unknown attention backend {override!r}; there are: {', '.join(BACKENDS)}")
+    refusals: list[tuple[str, list[str]]] = []
+    for name in BACKENDS if override is None else [override]:
+        create: Callable[[int], AttentionBackend] = BACKENDS[name]
+        caps = BACKENDS[name].caps
+        every = [reason for layer in layers for reason in caps.refusals(device, kv_format, layer, block_size)]
+        reasons = list(dict.fromkeys(every))  # layers repeat each other
+        if not reasons:
+            return create(block_size), refusals
+        refusals.append((name, reasons))
+    listed = "; ".join(f"{name}: {', '.join(reasons)}" for name, reasons in refusals)
+    raise ValueError(f"no attention backend can serve this model ({listed})")

@@ -1,0 +1,58 @@
+"""Timed work on an engine: the same prompts and lengths for everyone, so that peers can be given them too."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from headrace.frontend.llm import LLM
+from headrace.sampling.params import SamplingParams
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One run: seconds to the first token of any request, seconds in all, tokens generated."""
+
+    first_token: float
+    total: float
+    num_tokens: int
+    num_requests: int
+
+    @property
+    def decode_rate(self) -> float:
+        """Tokens per second after the first step that gave any."""
+        rest = self.num_tokens - self.num_requests
+        return rest / (self.total - self.first_token) if rest and self.total > self.first_token else 0.0
+
+    @property
+    def output_rate(self) -> float:
+        """Tokens per second over the whole run, prefill included."""
+        return self.num_tokens / self.total
+
+
+def random_prompts(vocab_size: int, count: int, length: int, seed: int = 0) -> list[list[int]]:
+    """`count` prompts of `length` random token ids, away from the special ones at the start of a vocabulary."""
+    draw = random.Random(seed)
+    low = min(1000, vocab_size // 4)
+    return [[draw.randrange(low, vocab_size) for _ in range(length)] for _ in range(count)]
+
+
+def run_batch(llm: LLM, prompts: Sequence[list[int]], num_tokens: int) -> Timing:
+    """Generate exactly `num_tokens` greedy tokens for each prompt, all submitted at once."""
+    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+    started = time.perf_counter()
+    outputs = [llm.engine.submit(prompt, params) for prompt in prompts]
+    first = 0.0
+    while any(not output.finished for output in outputs):
+        if llm.engine.step() and not first:
+            first = time.perf_counter() - started
+    return Timing(
+        first, time.perf_counter() - started, sum(len(o.outputs[0].token_ids) for o in outputs), len(outputs)
+    )
+
+
+def median(values: Sequence[float]) -> float:
+    return statistics.median(values)

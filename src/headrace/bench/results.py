@@ -1,0 +1,86 @@
+"""Results files: what was measured, on what, at which commit. Docs quote only these."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import time
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+from headrace.device.cpu import cpu_facts
+from headrace.ledger.machine import cpu_name, machine_facts
+
+
+@dataclass
+class Row:
+    """One case. `ratio` above 1 always means that Headrace is better."""
+
+    case: str  # MODEL FORMAT WORK
+    unit: str
+    better: Literal["lower", "higher"]
+    headrace: float
+    peer: float | None = None
+    peer_name: str | None = None
+    limit_share: float | None = None  # share of the machine's limit that Headrace reaches
+    runs: int = 1
+    target: float | None = None  # the ratio asked for
+    ratio: float | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        if self.peer is not None:
+            better, worse = (self.headrace, self.peer) if self.better == "higher" else (self.peer, self.headrace)
+            self.ratio = better / worse
+
+    def line(self) -> str:
+        text = f"{self.case:56} {self.headrace:10.2f} {self.unit:8}"
+        if self.ratio is not None:
+            text += f" {self.peer_name} {self.peer:.2f}, ratio {self.ratio:.2f}"
+        if self.target is not None and self.ratio is not None:
+            text += f" (target {self.target:g}: {'reached' if self.ratio >= self.target else 'MISSED'})"
+        return text
+
+
+def environment(*packages: str) -> dict[str, Any]:
+    """Hardware, versions and measured limits of this machine."""
+    machine, cpu = machine_facts(), cpu_facts()
+    versions = {"python": platform.python_version()}
+    for name in ("headrace", "numpy", "tokenizers", *packages):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    return {
+        "hardware": {"cpu": cpu_name(), "threads": cpu.num_threads, "memory_bytes": cpu.total_memory},
+        "versions": versions,
+        "limits": {"read_bandwidth": machine.read_bandwidth, "flops_fp32": machine.flops},
+    }
+
+
+def commit() -> str:
+    """The checked-out commit, marked `+` when files differ from it; "unknown" outside a checkout."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def write_results(path: str | Path, name: str, rows: list[Row], *packages: str) -> None:
+    """Write a results file, making its folder."""
+    value = {
+        "name": name,
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "commit": commit(),
+        "environment": environment(*packages),
+        "rows": [asdict(row) for row in rows],
+    }
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")

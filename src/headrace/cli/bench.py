@@ -1,0 +1,87 @@
+"""`headrace bench`: how fast this machine runs a model, and what bounds it."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from headrace.cli.options import add_engine_options, engine_args
+
+if TYPE_CHECKING:
+    from headrace.bench.results import Row
+    from headrace.frontend.llm import LLM
+
+
+def add_commands(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser("bench", help="measure speed", description="Measure speed on this machine.")
+    kinds = parser.add_subparsers(title="benchmarks", metavar="KIND", required=True)
+    latency_parser = kinds.add_parser("latency", help="one batch of requests that start together")
+    latency_parser.add_argument("--batch-size", type=int, default=1, metavar="N", help="requests (default 1)")
+    latency_parser.set_defaults(command=latency)
+    throughput_parser = kinds.add_parser("throughput", help="many requests queued at once")
+    throughput_parser.add_argument("--num-requests", type=int, default=32, metavar="N", help="requests (default 32)")
+    throughput_parser.set_defaults(command=throughput)
+    for each, prompt_len in ((latency_parser, 32), (throughput_parser, 128)):
+        each.add_argument("--prompt-len", type=int, default=prompt_len, metavar="N", help=f"default {prompt_len}")
+        each.add_argument("--output-len", type=int, default=64, metavar="N", help="tokens a request (default 64)")
+        each.add_argument("--runs", type=int, default=3, metavar="N", help="counted runs after one warm-up (default 3)")
+        each.add_argument("--json", metavar="FILE", help="write a results file")
+        each.add_argument("--explain", action="store_true", help="say where the time went")
+        add_engine_options(each)
+
+
+def _check(arguments: argparse.Namespace, *names: str) -> None:
+    for name in (*names, "prompt_len", "output_len", "runs"):
+        if getattr(arguments, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
+
+
+def _report(arguments: argparse.Namespace, llm: LLM, name: str, rows: list[Row]) -> int:
+    from headrace.bench.results import write_results
+    from headrace.ledger.explain import conclusion
+
+    for row in rows:
+        print(row.line())
+    print(conclusion(llm.engine.ledger))
+    if arguments.explain:
+        print(llm.explain())
+    if arguments.json:
+        write_results(arguments.json, name, rows)
+    return 0
+
+
+def latency(arguments: argparse.Namespace) -> int:
+    _check(arguments, "batch_size")
+    from headrace.bench.measure import median, random_prompts, run_batch
+    from headrace.bench.results import Row
+    from headrace.frontend.llm import LLM
+
+    with LLM.from_args(engine_args(arguments)) as llm:
+        prompts = random_prompts(llm.engine.spec.vocab_size, arguments.batch_size, arguments.prompt_len)
+        run_batch(llm, prompts, min(8, arguments.output_len))
+        timings = [run_batch(llm, prompts, arguments.output_len) for _ in range(arguments.runs)]
+        what = f"{llm.engine.checkpoint.name} {llm.engine.config.mode}"
+        batch, runs = arguments.batch_size, arguments.runs
+        rows = [
+            Row(f"{what} ttft {arguments.prompt_len} batch {batch}", "ms", "lower",
+                median([t.first_token * 1e3 for t in timings]), runs=runs),
+            Row(f"{what} decode batch {batch}", "tok/s", "higher",
+                median([t.decode_rate for t in timings]), runs=runs),
+        ]  # fmt: skip
+        return _report(arguments, llm, "latency", rows)
+
+
+def throughput(arguments: argparse.Namespace) -> int:
+    _check(arguments, "num_requests")
+    from headrace.bench.measure import median, random_prompts, run_batch
+    from headrace.bench.results import Row
+    from headrace.frontend.llm import LLM
+
+    with LLM.from_args(engine_args(arguments)) as llm:
+        prompts = random_prompts(llm.engine.spec.vocab_size, arguments.num_requests, arguments.prompt_len)
+        run_batch(llm, prompts[:1], 2)
+        timings = [run_batch(llm, prompts, arguments.output_len) for _ in range(arguments.runs)]
+        what = f"{llm.engine.checkpoint.name} {llm.engine.config.mode}"
+        case = f"{what} offline {arguments.num_requests} x {arguments.prompt_len}+{arguments.output_len}"
+        rows = [Row(case, "tok/s", "higher", median([t.output_rate for t in timings]), runs=arguments.runs)]
+        return _report(arguments, llm, "throughput", rows)

@@ -1,0 +1,159 @@
+"""Engine: everything between a prompt and its updates, in one process and one thread.
+
+`LLM`, the command line and the benchmarks are thin layers over it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from headrace.config import EngineArgs
+from headrace.core.kv_manager import KVCacheManager
+from headrace.core.loop import EngineCore, NullObserver, StepObserver
+from headrace.core.request import FinishReason, RequestError, TokenOutput
+from headrace.core.scheduler import Scheduler, SchedulerLimits
+from headrace.device.cpu import cpu_facts
+from headrace.executor.inproc import InProcessExecutor
+from headrace.frontend.chat import ChatTemplate
+from headrace.frontend.input import InputProcessor, Prompt
+from headrace.frontend.output import ChoiceStream, CompletionOutput, RequestOutput, Update
+from headrace.ledger.cost import CostModel
+from headrace.ledger.machine import machine_facts
+from headrace.ledger.observer import LedgerObserver
+from headrace.ledger.record import Ledger, NullLedger
+from headrace.ledger.work import WorkModel
+from headrace.loading.checkpoint import open_checkpoint
+from headrace.loading.store import resolve_model
+from headrace.resolve import Choice, resolve
+from headrace.sampling.params import SamplingParams
+from headrace.worker.worker import Worker
+
+
+
+
+class Engine:
+    """Submit prompts, step, read updates. Not thread-safe."""
+
+    def __init__(self, args: EngineArgs):
+        self.checkpoint = open_checkpoint(resolve_model(args.model))
+        self.spec = self.checkpoint.spec
+        self.tokenizer = self.checkpoint.tokenizer()
+        self.chat_template = ChatTemplate.of(self.tokenizer)
+        self.config, layout, self.choices = resolve(args, self.spec, cpu_facts())
+        self._worker = Worker(self.spec, self.checkpoint, self.config, layout, args.attention_backend)
+        self._executor = InProcessExecutor(self._worker)
+        self.choices.append(
+            Choice(
+                "attention_backend",
+                self._worker.attention_backend,
+                "; ".join(f"{name} {', '.join(why)}" for name, why in self._worker.attention_refusals if why)
+                or "the only one for this device",
+            )
+        )
+        self.ledger: Ledger = NullLedger()
+        observer: StepObserver = NullObserver()
+        if self.config.ledger:
+            facts = machine_facts()
+            work = WorkModel.for_layout(self.spec, self._worker.model.weight_bytes, layout)
+            self.ledger = Ledger(facts)
+            observer = LedgerObserver(self.ledger, work, CostModel(facts))
+        limits = SchedulerLimits(
+            self.config.max_num_seqs,
+            self.config.max_num_batched_tokens,
+            self.config.max_model_len,
+            self.config.scheduling,
+        )
+        self._core = EngineCore(
+            Scheduler(limits, KVCacheManager(layout)), self._executor, self.config.steps_in_flight, observer
+        )
+        self._input = InputProcessor(self.tokenizer, self.spec, self.config.max_model_len)
+        self._streams: dict[str, ChoiceStream] = {}  # core request id -> its choice
+        self._ids = itertools.count()
+
+    @property
+    def default_params(self) -> SamplingParams:
+        """What the model's generation_config recommends, over plain sampling."""
+        known = {name: self.checkpoint.generation[name] for name in _GENERATION if name in self.checkpoint.generation}
+        if self.checkpoint.generation.get("do_sample") is False:
+            known["temperature"] = 0.0
+        try:
+            return SamplingParams(**known)
+        except ValueError as error:
+            raise RequestError(f"{self.checkpoint.path}: generation_config is not usable: {error}") from None
+
+    def render(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> list[int]:
+        """Token ids of a conversation under the model's chat template (ChatTemplate.render says which keywords)."""
+        template.setdefault("add_generation_prompt", not template.get("continue_final_message", False))
+        return self.tokenizer.encode(self.chat_template.render(messages, **template), add_special=False)
+
+    @property
+    def core(self) -> EngineCore:
+        """The token-level engine, for benchmarks and checks."""
+        return self._core
+
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        add_special: bool = True,
+        priority: int = 0,
+    ) -> RequestOutput:
+        """Queue a prompt (text or token ids); its output fills as the engine steps. RequestError if it cannot be
+        served, and then nothing is queued."""
+        params = params if params is not None else self.default_params
+        request_id = request_id if request_id is not None else f"r{next(self._ids)}"
+        prepared = self._input.prepare(request_id, prompt, params, add_special=add_special, priority=priority)
+        output = RequestOutput(
+            request_id, prepared.prompt, prepared.token_ids, [CompletionOutput(index) for index in range(params.n)]
+        )
+        queued = []
+        try:
+            for request in prepared.requests:
+                self._core.add(request)
+                queued.append(request.id)
+        except RequestError:
+            self._core.abort(queued)
+            raise
+        for index, request in enumerate(prepared.requests):
+            self._streams[request.id] = ChoiceStream(output, index, params, self.tokenizer)
+        return output
+
+    def step(self) -> list[Update]:
+        """Run one step and return what it added; [] when there is nothing to do."""
+        return self._take(self._core.step())
+
+    def abort(self, output: RequestOutput) -> list[Update]:
+        """End a prompt's unfinished choices."""
+        ids = [key for key, stream in self._streams.items() if stream.output is output]
+        return self._take(self._core.abort(ids))
+
+    def _take(self, news_list: Iterable[TokenOutput]) -> list[Update]:
+        updates = []
+        for news in news_list:
+            stream = self._streams.get(news.request_id)
+            if stream is None:  # ended by a stop string while this was in flight
+                continue
+            updates.append(stream.add(news))
+            if stream.choice.finish_reason is not None:
+                del self._streams[news.request_id]
+                if news.finish_reason is None:
+                    self._core.abort([news.request_id], FinishReason.STOP)
+        return updates
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._streams) or self._core.has_work
+
+    def close(self) -> None:
+        """End everything that runs and let go of the model."""
+        self._core.abort(list(self._streams))
+        self._streams.clear()
+        self.ledger.close()
+        self._executor.stop()
+
+
+_GENERATION = ("temperature", "top_k", "top_p", "min_p")

@@ -1,0 +1,158 @@
+"""The least work a step can be: bytes that must move and operations that must be done, from shapes alone.
+
+Nothing is measured here. Held against a machine's rates these counts give the lower bound of a step's time.
+
+Formulas, for T tokens in a step and per layer unless said otherwise:
+  linear      2 FLOP per weight and token (Kaplan et al. 2020, section 2.1: forward pass about 2N per token);
+              weights: H(q + 2kv) for QKV, qH for the output projection, 3HI for a gated MLP
+  attention   4 * head_dim * heads FLOP per visible (query, key) pair: 2 for the score, 2 for the weighted value
+              (Dao et al. 2022 count the same product). A span of n tokens from position s sees
+              sum over i < n of min(s + i + 1, window) pairs; without a window n*s + n(n+1)/2
+  head        2HV FLOP per position whose logits are computed (whole model, not per layer)
+  weights     each is read once a step; the head only when logits are computed; of an untied embedding only the
+              rows looked up
+  KV          a span reads the keys and values it can see once: min(s + n, n + window - 1) tokens; it writes n
+  activations in and out of each linear layer, float32, once: an indication, not part of the bound, since they
+              mostly stay in the processor's caches
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from headrace.core.kv_layout import KVLayout
+from headrace.core.plan import StepPlan
+from headrace.models.spec import ModelSpec
+
+_FLOAT32 = 4  # bytes
+
+
+class StepWork(NamedTuple):
+    """What one step must move and compute. A tuple, because one is made every step."""
+
+    num_spans: int = 0
+    num_tokens: int = 0
+    num_logits: int = 0  # positions whose logits are computed
+    bytes_weights: float = 0.0
+    bytes_kv_read: float = 0.0
+    bytes_kv_write: float = 0.0
+    bytes_activations: float = 0.0  # an indication; not in `bytes_total`
+    flops_linear: float = 0.0
+    flops_attention: float = 0.0
+    flops_head: float = 0.0
+
+    @property
+    def bytes_total(self) -> float:
+        """Bytes that have to cross the memory bus: weights and KV."""
+        return self.bytes_weights + self.bytes_kv_read + self.bytes_kv_write
+
+    @property
+    def flops_total(self) -> float:
+        return self.flops_linear + self.flops_attention + self.flops_head
+
+
+def linear_params(spec: ModelSpec) -> int:
+    """Weights in the linear layers of all transformer layers; biases and norms are left out (under 0.1 %)."""
+    attention = spec.hidden_size * (spec.q_size + 2 * spec.kv_size) + spec.q_size * spec.hidden_size
+    return spec.num_layers * (attention + 3 * spec.hidden_size * spec.intermediate_size)
+
+
+def num_logits(plan: StepPlan) -> int:
+    """Positions of `plan` whose logits are computed: the last token of each span that yields, and its drafts."""
+    return int(plan.num_drafts[plan.yields].sum()) + int(np.count_nonzero(plan.yields))
+
+
+class WorkModel:
+    """Counts a step's work for one model as it is loaded. Immutable once made.
+
+    weight_bytes              all weights in memory, a tied matrix counted once
+    kv_bytes_per_token_layer  keys and values of one token in one layer; None: float32
+    head_bytes                the output head; None: its share of the parameters
+    embedding_bytes           an embedding that is not the head's matrix; None: its share, 0 when tied
+    The last two are worth giving when they are quantised differently from the layers.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weight_bytes: int,
+        *,
+        kv_bytes_per_token_layer: float | None = None,
+        head_bytes: int | None = None,
+        embedding_bytes: int | None = None,
+    ) -> None:
+        if weight_bytes < 0:
+            raise ValueError(f"weight_bytes must not be negative, got {weight_bytes}")
+        table = spec.vocab_size * spec.hidden_size
+        share = int(weight_bytes * table / (linear_params(spec) + table * (1 if spec.tie_word_embeddings else 2)))
+        if kv_bytes_per_token_layer is None:
+            kv_bytes_per_token_layer = 2.0 * spec.kv_size * _FLOAT32
+        if head_bytes is None:
+            head_bytes = share
+        if embedding_bytes is None:
+            embedding_bytes = 0 if spec.tie_word_embeddings else share
+        self.spec = spec
+        self.weight_bytes = weight_bytes
+        self.kv_bytes_per_token_layer = kv_bytes_per_token_layer
+        self.head_bytes = head_bytes
+        self.embedding_bytes = embedding_bytes
+
+        windows = [spec.window(layer) for layer in range(spec.num_layers)]
+        self._groups = tuple((window, windows.count(window)) for window in dict.fromkeys(windows))  # (window, layers)
+        # all that does not depend on the spans, so that `work` is a few products
+        self._layer_bytes = float(max(weight_bytes - head_bytes - embedding_bytes, 0))
+        self._row_bytes = embedding_bytes / spec.vocab_size
+        self._linear_flops = 2.0 * linear_params(spec)  # per token, all layers
+        self._pair_flops = 4.0 * spec.num_heads * spec.head_dim  # per (query, key) pair and layer
+        self._head_flops = 2.0 * table  # per position
+        # inputs of QKV, output, gate/up, down: H + q + H + I; outputs: (q + 2kv) + H + 2I + H
+        per_layer = 4 * spec.hidden_size + 2 * (spec.q_size + spec.kv_size) + 3 * spec.intermediate_size
+        self._token_activations = float(_FLOAT32 * spec.num_layers * per_layer)
+        self._logit_activations = float(_FLOAT32 * (spec.hidden_size + spec.vocab_size))
+
+    @classmethod
+    def for_layout(cls, spec: ModelSpec, weight_bytes: int, layout: KVLayout) -> WorkModel:
+        """A model whose KV cache is cut as `layout` says."""
+        return cls(spec, weight_bytes, kv_bytes_per_token_layer=2.0 * spec.kv_size * layout.bytes_per_element)
+
+    def of_plan(self, plan: StepPlan) -> StepWork:
+        """Work of the step that `plan` describes."""
+        return self.work(plan.spans, num_logits(plan))
+
+    def work(self, spans: np.ndarray, num_logits: int) -> StepWork:
+        """Work of `spans` (int [>=3, S]: row, start, length, ... as in a StepPlan) with logits at `num_logits` places.
+
+        Exact while counts stay below 2**53; sums are taken as dot products, which cost a third of `sum()` here.
+        """
+        num_spans = spans.shape[1]
+        if num_spans == 0:
+            return StepWork()
+        starts, lengths = spans[1:3].astype(np.float64)
+        ones = np.ones(num_spans)
+        tokens = float(lengths @ ones)
+        visible = pairs = 0.0  # tokens read and (query, key) pairs, summed over layers
+        for window, layers in self._groups:
+            if window is None:
+                visible += layers * (tokens + float(starts @ ones))
+                pairs += layers * (float(lengths @ starts) + 0.5 * (float(lengths @ lengths) + tokens))
+                continue
+            # the first `short` queries of a span see everything before them, the others exactly `window` tokens
+            short = np.minimum(np.maximum(window - starts, 0.0), lengths)
+            num_short = float(short @ ones)
+            visible += layers * (tokens + float(np.minimum(starts, window - 1.0) @ ones))
+            seen = float(short @ starts) + 0.5 * (float(short @ short) + num_short)
+            pairs += layers * (seen + (tokens - num_short) * window)
+        return StepWork(
+            num_spans=num_spans,
+            num_tokens=int(tokens),
+            num_logits=num_logits,
+            bytes_weights=self._layer_bytes + (self.head_bytes if num_logits else 0) + tokens * self._row_bytes,
+            bytes_kv_read=visible * self.kv_bytes_per_token_layer,
+            bytes_kv_write=tokens * self.spec.num_layers * self.kv_bytes_per_token_layer,
+            bytes_activations=tokens * self._token_activations + num_logits * self._logit_activations,
+            flops_linear=tokens * self._linear_flops,
+            flops_attention=pairs * self._pair_flops,
+            flops_head=num_logits * self._head_flops,
+        )

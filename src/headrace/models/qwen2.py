@@ -1,0 +1,11 @@
+"""Qwen2 and Qwen2.5 (Yang et al. 2024): a Llama with biases on q, k and v, which the spec names."""
+
+from __future__ import annotations
+
+from headrace.models.blocks import CausalLM, Parts, refuse
+from headrace.models.llama import layer
+
+
+def build(parts: Parts) -> CausalLM:
+    refuse(parts.spec, qk_norm=parts.spec.qk_norm, output_bias=parts.spec.output_bias, mlp_bias=parts.spec.mlp_bias)
+    return CausalLM(parts, layer)

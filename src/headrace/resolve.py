@@ -1,0 +1,110 @@
+"""From what the user said, the model and the machine to the final configuration, with the reason of every choice.
+
+Pure: the same arguments give the same answer, and nothing is measured or changed here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headrace.config import ConfigError, EngineArgs, EngineConfig, parse_bytes
+from headrace.core.kv_layout import KVGroup, KVLayout
+from headrace.device.cpu import CpuFacts
+from headrace.models.spec import ModelSpec
+
+_DEFAULT_SEQS = 64
+_DEFAULT_BUDGET = 256
+_DEFAULT_LEN = 8192
+_DEFAULT_BLOCK = 16
+_KV_SHARE = 0.3
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One resolved option and why it has its value."""
+
+    option: str
+    value: str
+    reason: str
+
+
+def kv_groups(spec: ModelSpec) -> tuple[KVGroup, ...]:
+    """Layers that see the same positions, together."""
+    layers_of: dict[int | None, list[int]] = {}
+    for layer in range(spec.num_layers):
+        layers_of.setdefault(spec.window(layer), []).append(layer)
+    return tuple(
+        KVGroup(tuple(layers), spec.num_kv_heads, spec.head_dim, window) for window, layers in layers_of.items()
+    )
+
+
+def _human(count: float) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+
+
+def resolve(args: EngineArgs, spec: ModelSpec, facts: CpuFacts) -> tuple[EngineConfig, KVLayout, list[Choice]]:
+    """The configuration, the cut of the KV cache, and why; ConfigError if the wishes cannot be met together."""
+    choices: list[Choice] = []
+
+    def choose(name: str, said: int | None, default: int, reason: str) -> int:
+        value = default if said is None else said
+        choices.append(Choice(name, str(value), reason if said is None else "as asked"))
+        return value
+
+    mode = "exact"
+    choices.append(Choice("mode", mode, "as asked" if args.mode == "exact" else "fp32 is the only arithmetic so far"))
+    if args.max_model_len is not None and args.max_model_len > spec.max_position:
+        raise ConfigError(
+            f"max_model_len {args.max_model_len} is beyond the {spec.max_position} positions the model was made for"
+        )
+    max_len = choose(
+        "max_model_len",
+        args.max_model_len,
+        min(spec.max_position, _DEFAULT_LEN),
+        f"the model's {spec.max_position} positions, at most {_DEFAULT_LEN} unless asked",
+    )
+    seqs = choose("max_num_seqs", args.max_num_seqs, _DEFAULT_SEQS, "more rows gain little on a CPU")
+    budget = choose(
+        "max_num_batched_tokens",
+        args.max_num_batched_tokens,
+        max(_DEFAULT_BUDGET, seqs),
+        "a chunk of prompt this long delays running requests by well under a second",
+    )
+    if budget < seqs:
+        raise ConfigError(f"max_num_batched_tokens ({budget}) must be at least max_num_seqs ({seqs})")
+    block = choose("block_size", args.block_size, _DEFAULT_BLOCK, "small blocks waste little memory")
+    groups = kv_groups(spec)
+    one = KVLayout(groups, block, 1)
+    per_sequence = -(-max_len // block) * len(groups)
+    if args.kv_cache is not None:
+        size = parse_bytes(args.kv_cache, facts.available_memory, "kv_cache")
+        reason = "as asked"
+    else:
+        most = seqs * per_sequence * one.block_bytes
+        size = min(most, int(facts.available_memory * _KV_SHARE))
+        reason = (
+            f"room for {seqs} sequences of {max_len} tokens"
+            if size == most
+            else f"{_KV_SHARE:.0%} of the {_human(facts.available_memory)} that are free"
+        )
+    num_blocks = size // one.block_bytes
+    if num_blocks < len(groups) * 2:
+        raise ConfigError(
+            f"kv_cache {_human(size)} holds {num_blocks} blocks of {block} tokens ({_human(one.block_bytes)} each); "
+            f"at least {len(groups) * 2} are needed"
+        )
+    layout = KVLayout(groups, block, num_blocks)
+    choices.append(Choice("kv_cache", f"{_human(size)}, {layout.num_tokens} tokens", reason))
+    if layout.num_tokens < max_len:
+        if args.max_model_len is not None and args.kv_cache is not None:
+            raise ConfigError(
+                f"kv_cache {_human(size)} holds {layout.num_tokens} tokens, fewer than max_model_len {max_len}; "
+                f"give it at least {_human(per_sequence * one.block_bytes)} or lower max_model_len"
+            )
+        max_len = layout.num_tokens
+        choices.append(Choice("max_model_len", str(max_len), "what the KV cache holds"))
+    depth = choose("steps_in_flight", args.steps_in_flight, 1, "a CPU has nothing to overlap with")
+    config = EngineConfig(
+        mode, max_len, seqs, budget, size, block, num_blocks, args.scheduling, depth, args.ledger
+    )
+    return config, layout, choices

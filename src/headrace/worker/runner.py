@@ -1,0 +1,93 @@
+"""ModelRunner: one step, as a straight line.
+
+    plan -> table -> batch -> attention metadata -> forward -> logits -> sample/verify -> table -> proposer -> result
+
+A new kernel, format, graph mode or proposer plugs into one of the objects called here; this file does not change.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+
+from headrace.attention.base import AttentionBackend
+from headrace.core.plan import StageTimes, StepPlan, StepResult
+from headrace.models.blocks import CausalLM
+from headrace.ops.xp import Array
+from headrace.sampling.sampler import Sampler
+from headrace.sampling.state import SamplingBatch
+from headrace.spec.base import DraftContext, Proposer
+from headrace.worker.batch import BatchBuilder, StepBatch
+from headrace.worker.kv_cache import KVCache
+from headrace.worker.launcher import EagerLauncher
+from headrace.worker.table import RequestTable
+
+
+class ModelRunner:
+    """Runs plans against one model and one KV cache."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        cache: KVCache,
+        table: RequestTable,
+        backend: AttentionBackend,
+        sampler: Sampler,
+        proposer: Proposer,
+    ):
+        self._model = model
+        self._cache = cache
+        self._table = table
+        self._backend = backend
+        self._sampler = sampler
+        self._proposer = proposer
+        self._builder = BatchBuilder(table, cache.layout.block_size)
+        self._launcher = EagerLauncher(self._forward)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one step to its end."""
+        t0 = time.perf_counter()
+        self._table.apply(plan)
+        self._cache.copy_blocks(plan.block_copies)
+        key = self._launcher.pick(plan.num_tokens, plan.num_spans, None)
+        batch = self._builder.build(plan, key)
+        metas = [self._backend.plan(batch, g, group) for g, group in enumerate(self._cache.layout.groups)]
+        t1 = time.perf_counter()
+        hidden = self._launcher.run(batch, metas)
+        t2 = time.perf_counter()
+        logits = self._model.logits(hidden[batch.logit_index])
+        t3 = time.perf_counter()
+        rows, positions = batch.rows[batch.logit_span], batch.positions[batch.logit_index] + 1
+        sampling = SamplingBatch(self._table.sampling, rows, positions)
+        drafts = self._drafts(batch, rows, positions)
+        sampled = self._sampler.sample(logits, sampling, batch.logit_span, batch.num_spans, drafts)
+        self._table.commit(plan, sampled)
+        context = DraftContext(plan.rows[plan.yields], self._table.token_ids, self._table.num_tokens)
+        self._proposer.propose(context)
+        tokens = [row[:count] for row, count in zip(sampled.tokens.tolist(), sampled.counts.tolist(), strict=True)]
+        return StepResult(
+            plan.step_id,
+            tokens=tokens,
+            num_accepted=[max(0, len(each) - 1) for each in tokens],
+            errors=sampled.errors,
+            times=StageTimes(t1 - t0, t2 - t1, t3 - t2, time.perf_counter() - t3),
+        )
+
+    def _forward(self, batch: StepBatch, metas: list[Any]) -> Array:
+        layers = self._model.attention_layers
+
+        def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
+            meta = metas[self._cache.group(layer)]
+            return self._backend.run(q, k, v, self._cache.pages(layer), meta, layers[layer])
+
+        return self._model.forward(batch.token_ids, batch.positions, attend)
+
+    def _drafts(self, batch: StepBatch, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """The draft at each drawn token's position, -1 where there is none."""
+        last = np.ones(len(rows), bool)
+        last[:-1] = batch.logit_span[1:] != batch.logit_span[:-1]
+        drafts = self._table.token_ids[rows, np.where(last, 0, positions)]
+        drafts[last] = -1
+        return drafts

@@ -1,0 +1,46 @@
+"""RequestTable: the worker's persistent state of every row, from admission to release."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from headrace.core.plan import StepPlan
+from headrace.sampling.sampler import Sampled
+from headrace.sampling.state import SamplingTable
+
+
+class RequestTable:
+    """Columns over `max_rows` rows. Memory of long rows is touched only as they grow."""
+
+    def __init__(self, max_rows: int, max_len: int, num_groups: int, block_size: int):
+        self.token_ids = np.zeros((max_rows, max_len), np.int32)  # known tokens, then drafts
+        self.num_tokens = np.zeros(max_rows, np.int32)  # known tokens
+        self.num_computed = np.zeros(max_rows, np.int32)  # tokens whose KV is in the cache
+        self.block_tables = tuple(
+            np.zeros((max_rows, -(-max_len // block_size)), np.int32) for _ in range(num_groups)
+        )
+        self.sampling = SamplingTable(max_rows)
+
+    def apply(self, plan: StepPlan) -> None:
+        """Take in what the scheduler decided, before the step runs."""
+        for admit in plan.admits:
+            row, count = admit.row, len(admit.token_ids)
+            self.token_ids[row, :count] = admit.token_ids
+            self.num_tokens[row] = count
+            self.num_computed[row] = admit.num_computed
+            self.sampling.set(admit)
+        for new in plan.new_blocks:
+            self.block_tables[new.group][new.row, new.start : new.start + len(new.ids)] = new.ids
+
+    def commit(self, plan: StepPlan, sampled: Sampled) -> None:
+        """Take in what the step sampled: tokens become known, rejected drafts are forgotten."""
+        rows, counts = plan.rows, sampled.counts
+        rejected = np.where(counts > 0, plan.num_drafts + 1 - counts, 0)
+        self.num_computed[rows] += plan.lengths - rejected
+        for column in range(sampled.tokens.shape[1]):
+            going = counts > column
+            at = rows[going]
+            self.token_ids[at, np.minimum(self.num_tokens[at], self.token_ids.shape[1] - 1)] = sampled.tokens[
+                going, column
+            ]
+            self.num_tokens[at] += 1

@@ -1,0 +1,50 @@
+"""Worker: a process's share of the engine. Loads the model, owns cache, table and runner."""
+
+from __future__ import annotations
+
+from headrace.attention.select import select_backend
+from headrace.config import EngineConfig
+from headrace.core.kv_layout import KVLayout
+from headrace.core.plan import StepPlan, StepResult
+from headrace.layers.weights import Checkpoint, WeightSource
+from headrace.models.registry import build_model
+from headrace.models.spec import ModelSpec
+from headrace.sampling.sampler import Sampler
+from headrace.spec.base import NullProposer
+from headrace.worker.kv_cache import KVCache
+from headrace.worker.runner import ModelRunner
+from headrace.worker.table import RequestTable
+
+
+class Worker:
+    """One model on one device."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        checkpoint: Checkpoint,
+        config: EngineConfig,
+        layout: KVLayout,
+        attention_backend: str | None = None,
+    ):
+        self.model = build_model(spec, WeightSource(checkpoint))
+        backend, self.attention_refusals = select_backend(
+            "cpu", "float32", self.model.attention_layers, layout.block_size, attention_backend
+        )
+        self.attention_backend = backend.name
+        self._runner = ModelRunner(
+            self.model,
+            KVCache(layout),
+            RequestTable(config.max_num_seqs, config.max_model_len, len(layout.groups), layout.block_size),
+            backend,
+            Sampler(),
+            NullProposer(),
+        )
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one step."""
+        return self._runner.execute(plan)
+
+    def stop(self) -> None:
+        """Let go of the model and the cache."""
+        del self._runner, self.model
