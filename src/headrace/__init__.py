@@ -2,7 +2,8 @@
 
     from headrace import LLM, SamplingParams
     llm = LLM()
-    print(llm.generate("The three primary colours are", SamplingParams(temperature=0, max_tokens=20))[0].outputs[0].text)
+    (output,) = llm.generate("The three primary colours are", SamplingParams(temperature=0, max_tokens=20))
+    print(output.outputs[0].text)
 """
 
 from __future__ import annotations

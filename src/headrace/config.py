@@ -27,7 +27,7 @@ class EngineArgs:
     """Options of an engine; None lets the engine choose (and say why)."""
 
     model: str | None = option(None, "model name, GGUF file, folder or hub id; none: smollm2-135m")
-    mode: Literal["auto", "exact"] = option("auto", "arithmetic: exact (fp32) or auto (exact, until faster kernels come)")
+    mode: Literal["auto", "exact"] = option("auto", "arithmetic: exact (fp32); auto: exact until faster kernels come")
     max_model_len: int | None = option(None, "longest prompt and output together, in tokens")
     max_num_seqs: int | None = option(None, "most requests running at once")
     max_num_batched_tokens: int | None = option(None, "most tokens in one step; longer prompts are cut into chunks")

@@ -1,10 +1,10 @@
 """The core against a fake worker: every request gets its own tokens, whatever the load, and nothing leaks."""
 
 import pytest
-from fakes import FakeRunner, expected_output, make_request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fakes import FakeRunner, expected_output, make_request
 from headrace.core.kv_layout import KVGroup, KVLayout
 from headrace.core.kv_manager import KVCacheManager
 from headrace.core.loop import EngineCore
@@ -44,7 +44,7 @@ def test_one_request_prefills_in_chunks_then_decodes():
 
 def test_decodes_run_in_every_step_beside_a_long_prompt_and_a_short_one_overtakes():
     # field case C05: 2 decoding requests, then a prompt of 20 chunks, then one of 5 tokens
-    core, runner = make_core(num_blocks=256, seqs=8, budget=16, max_len=512)
+    core, _ = make_core(num_blocks=256, seqs=8, budget=16, max_len=512)
     core.add(make_request("d0", [1, 2], 60))
     core.add(make_request("d1", [3, 4], 60))
     core.step(), core.step()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -45,10 +46,8 @@ def chat(arguments: argparse.Namespace) -> int:
 
 def _read() -> str | None:
     """A line of the user's, None at the end of input."""
-    try:
+    with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (line editing and history for input())
-    except ImportError:
-        pass
     try:
         return input("> " if sys.stdin.isatty() else "")
     except EOFError:

@@ -14,7 +14,7 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--system", help="a system message before the prompt")
     parser.add_argument("--raw", action="store_true", help="complete the text as it is, without the chat template")
     parser.add_argument("--quiet", action="store_true", help="print the answer only")
-    parser.add_argument("--explain", action="store_true", help="say where the time went, and why each option was chosen")
+    parser.add_argument("--explain", action="store_true", help="where the time went, and why each option was chosen")
     parser.add_argument("--ledger-jsonl", metavar="FILE", help="write the record of every step, one JSON object a line")
     add_engine_options(parser)
     add_sampling_options(parser)

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import Protocol
 
+from headrace import env
 from headrace.core.plan import StepPlan, StepResult
 from headrace.core.request import FinishReason, Request, TokenOutput
 from headrace.core.scheduler import Scheduler
@@ -49,6 +50,7 @@ class EngineCore:
         self._runner = runner
         self._depth = depth
         self._observer: StepObserver = observer or NullObserver()
+        self._always_check = env.check_every_step()
         self._in_flight: deque[tuple[StepPlan, Future[StepResult]]] = deque()
 
     def add(self, request: Request) -> None:
@@ -81,6 +83,6 @@ class EngineCore:
         started = time.perf_counter()
         outputs = self.scheduler.commit(plan, result)
         self._observer.committed(plan, result, self.scheduler, time.perf_counter() - started)
-        if not self.has_work:
+        if self._always_check or not self.has_work:
             self.scheduler.check()
         return outputs

@@ -31,8 +31,6 @@ from headrace.sampling.params import SamplingParams
 from headrace.worker.worker import Worker
 
 
-
-
 class Engine:
     """Submit prompts, step, read updates. Not thread-safe."""
 

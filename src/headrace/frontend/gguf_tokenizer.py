@@ -164,7 +164,7 @@ def _vocab(tokens: list[str]) -> dict[str, int]:
 
 def _merges(vocab: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
     """SentencePiece joins the neighbours whose union scores best: every split of a token, best token first."""
-    found = []
+    found: list[tuple[float, str, str]] = []
     for token, id in vocab.items():
         pairs = [
             (vocab[left], vocab[right], left, right)
@@ -188,7 +188,7 @@ def _add_tokens(backend: tokenizers.Tokenizer, tokens: list[str], types: np.ndar
             backend.add_special_tokens(added) if special else backend.add_tokens(added)
 
 
-def _numbers(file: GGUFFile, key: str, count: int, kind: type[np.generic]) -> np.ndarray | None:
+def _numbers(file: GGUFFile, key: str, count: int, kind: type[Any]) -> np.ndarray | None:
     """An array of numbers that runs parallel to the tokens, or None where it is absent."""
     if key not in file.metadata:
         return None

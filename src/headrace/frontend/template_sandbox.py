@@ -30,9 +30,12 @@ MAX_BITS = 4096  # of an integer result
 MAX_SECONDS = 2.0
 # Filters that hand values on without turning them into text: their input may be any size that exists already.
 _STRUCTURAL = frozenset(
-    "length count list first last map select reject selectattr rejectattr items dictsort default d sort unique groupby "
-    "reverse attr sum min max batch slice random abs int float round".split()
-)
+    {
+        "length", "count", "list", "first", "last", "map", "select", "reject", "selectattr", "rejectattr",
+        "items", "dictsort", "default", "d", "sort", "unique", "groupby", "reverse", "attr", "sum",
+        "min", "max", "batch", "slice", "random", "abs", "int", "float", "round",
+    }
+)  # fmt: skip
 
 
 class Budget:
@@ -60,25 +63,18 @@ def _spend(size: int) -> None:
         budget.spend(size)
 
 
-def _weight(value: Any) -> int:
-    """Characters of a value written out, shared parts counted each time; stops at the limit."""
+def _weight(value: Any, seen: dict[int, int] | None = None) -> int:
+    """Characters of a value written out. Shared parts count each time they appear, but are visited once."""
     if isinstance(value, (str, bytes)):
         return len(value)
-    total, stack = 0, [value]
-    while stack and total <= MAX_CHARS:
-        item = stack.pop()
-        if isinstance(item, (str, bytes)):
-            total += len(item)
-        elif isinstance(item, dict):
-            total += len(item)
-            stack.extend(item.keys())
-            stack.extend(item.values())
-        elif isinstance(item, (list, tuple, set, frozenset)):
-            total += len(item)
-            stack.extend(item)
-        else:
-            total += 8
-    return total
+    if not isinstance(value, (list, tuple, dict, set, frozenset)):
+        return 8
+    seen = {} if seen is None else seen
+    if id(value) not in seen:
+        seen[id(value)] = 0
+        parts = [*value.keys(), *value.values()] if isinstance(value, dict) else value
+        seen[id(value)] = len(value) + sum(_weight(part, seen) for part in parts)
+    return seen[id(value)]
 
 
 def _refuse_large(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -90,6 +86,12 @@ def _refuse_large(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 def _check_format(text: str) -> None:
     if re.search(r"\d{5}|%[^a-zA-Z%]*\*", text):
         raise SecurityError("the chat template formats with a width of 10,000 or more; refused")
+
+
+def _check_braces(text: str) -> None:
+    _check_format(text)
+    if re.search(r"\{[^{}]*:[^{}]*\{", text.replace("{{", "").replace("}}", "")):
+        raise SecurityError("the chat template takes a format's width from a value; refused")
 
 
 class _Rounds:
@@ -158,10 +160,20 @@ class _Generation(Extension):
 class _SafeNamespace(Namespace):
     """jinja2's namespace, without names that begin with an underscore."""
 
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        attributes = dict(*args[1:], **kwargs)
+        for name in attributes:
+            _check_attribute(name)
+        Namespace.__init__(args[0], attributes)
+
     def __setitem__(self, name: str, value: Any) -> None:
-        if name.startswith("_"):
-            raise SecurityError(f"a chat template may not set the attribute {name!r}")
+        _check_attribute(name)
         super().__setitem__(name, value)
+
+
+def _check_attribute(name: str) -> None:
+    if str(name).startswith("_"):
+        raise SecurityError(f"a chat template may not set the attribute {name!r}")
 
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
@@ -193,7 +205,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         _rewrite(tree)
         return tree
 
-    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Every call a template makes. Methods of strings are those that can make much out of little."""
         owner = getattr(__obj, "__self__", None)
         if isinstance(owner, (str, bytes, int, list)) and not isinstance(owner, bool):
@@ -204,6 +216,20 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         result = super().call(__context, __obj, *args, **kwargs)
         _spend(len(result) if isinstance(result, (str, bytes, list, tuple, dict)) else 0)
         return result
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """`str.format` behind the checks for width; None for anything else."""
+        formatted = super().wrap_str_format(value)
+        if formatted is None:
+            return None
+        text = value.__self__
+
+        def checked(*args: Any, **kwargs: Any) -> str:
+            _check_braces(text)
+            _spend(len(text) + text.count("{") * max(map(_weight, (*args, *kwargs.values())), default=0))
+            return formatted(*args, **kwargs)
+
+        return checked
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """`*`, `**`, `+` and `%`, charged before they are carried out."""
@@ -233,9 +259,6 @@ def _check_method(owner: str, name: str, args: tuple[Any, ...], kwargs: dict[str
         size += owner.count("\t") * max((arg for arg in args if isinstance(arg, int)), default=8)
     elif name == "translate":
         size += len(owner) * max(map(_weight, args), default=0)
-    elif name in ("format", "format_map"):
-        _check_format(owner)
-        size += owner.count("{") * max(map(_weight, (*args, *kwargs.values())), default=0)
     _spend(size)
 
 
@@ -252,13 +275,15 @@ def _rewrite(node: nodes.Node) -> None:
     if isinstance(node, nodes.For):
         size = sum(len(data.data) for data in node.find_all(nodes.TemplateData))
         call = nodes.Filter(node.iter, "_rounds", [nodes.Const(size)], [], None, None)
-        node.iter = call.set_lineno(node.lineno)
-        node.iter.set_environment(node.environment)  # type: ignore[arg-type]
+        call.set_lineno(node.lineno)
+        call.set_environment(node.environment)  # type: ignore[arg-type]
+        node.iter = call
 
 
 def _charged(concat: nodes.Concat) -> nodes.Filter:
     items = nodes.Tuple(concat.nodes, "load").set_lineno(concat.lineno)
-    call = nodes.Filter(items, "_concat", [], [], None, None).set_lineno(concat.lineno)
+    call = nodes.Filter(items, "_concat", [], [], None, None)
+    call.set_lineno(concat.lineno)
     call.set_environment(concat.environment)  # type: ignore[arg-type]
     return call
 

@@ -17,9 +17,10 @@ import codecs
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from headrace.loading.errors import CheckpointError
+from headrace.loading.json_file import read_json
 
 if TYPE_CHECKING:
     import tokenizers
@@ -278,23 +279,6 @@ def set_affixes(backend: tokenizers.Tokenizer, bos: str | None, eos: str | None)
         if id is None:
             raise CheckpointError(f"the tokenizer's vocabulary lacks its own special token {token!r}")
     backend.post_processor = TemplateProcessing(single=single, special_tokens=special)
-
-
-def read_json(path: Path, *, missing_ok: bool = False) -> dict[str, Any]:
-    """A JSON object from a file; CheckpointError names the file and the problem."""
-    try:
-        value = json.loads(path.read_text("utf-8"))
-    except FileNotFoundError:
-        if missing_ok:
-            return {}
-        raise CheckpointError(f"{path}: there is no such file") from None
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: must hold a JSON object")
-    return value
 
 
 def read_chat_templates(folder: str | Path) -> dict[str, str]:

@@ -33,9 +33,11 @@ def linear(x: Array, weight: Array, bias: Array | None = None, out: Array | None
     step = max(256, PANEL_ELEMENTS // in_size // 64 * 64)
     for first in range(0, out_size, step):
         panel = weight[first : first + step]
+        if panel.shape[0] == 1:  # a lone row would become a matrix-vector product, whose bits depend on the column
+            panel = xp.concat([panel, panel])
         for start, tile in tiles:
             target = out[start : start + TILE, first : first + step]
-            target[...] = xp.matmul(panel, tile).T[: target.shape[0]]
+            target[...] = xp.matmul(panel, tile).T[: target.shape[0], : target.shape[1]]
     if bias is not None:
         out += bias
     return out

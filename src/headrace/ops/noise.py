@@ -45,6 +45,6 @@ def gumbel_noise(token_ids: Array, positions: Array, seeds: Array, choices: Arra
         words = philox((token_ids >> 2, positions, choices, xp.zeros_like(choices)), key)
         lane = token_ids & 3
         bits = xp.where(lane < 2, xp.where(lane == 0, words[0], words[1]), xp.where(lane == 2, words[2], words[3]))
-    # 24 bits centred in their cells: never 0 or 1, exactly representable
-    uniform = xp.astype(bits >> 8, xp.float32) * 2.0**-24 + 2.0**-25
+    # 23 bits centred in their cells: exact in float32, and never 0 or 1
+    uniform = xp.astype(bits >> 9, xp.float32) * 2.0**-23 + 2.0**-24
     return -xp.log(-xp.log(uniform))

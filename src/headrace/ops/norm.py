@@ -20,9 +20,7 @@ def rms_norm(x: Array, weight: Array, eps: float, out: Array | None = None) -> A
 
 
 @op
-def add_rms_norm(
-    x: Array, residual: Array, weight: Array, eps: float, out: Array | None = None
-) -> tuple[Array, Array]:
+def add_rms_norm(x: Array, residual: Array, weight: Array, eps: float, out: Array | None = None) -> tuple[Array, Array]:
     """(rms_norm(residual + x), residual + x), all [T, H]. `residual` is overwritten with the sum and returned."""
     residual += x
     return emit(_normalise(residual, weight, eps), out), residual

@@ -1,0 +1,10 @@
+"""Debug flags read from the environment; everything a user should set is an option instead."""
+
+from __future__ import annotations
+
+import os
+
+
+def check_every_step() -> bool:
+    """HEADRACE_CHECK=1: account for every block and row after each step, not only when idle."""
+    return os.environ.get("HEADRACE_CHECK", "0") == "1"

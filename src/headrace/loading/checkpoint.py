@@ -1,0 +1,280 @@
+"""open_checkpoint: a GGUF file or a Hugging Face folder as one kind of thing, tensors under Hugging Face's names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from headrace.loading.errors import CheckpointError
+from headrace.loading.json_file import read_json
+from headrace.models.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from headrace.frontend.tokenizer import Tokenizer
+    from headrace.loading.gguf_file import GGUFFile
+
+DUMMY = "dummy:"
+GENERATION_KEYS = (
+    "do_sample",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "max_new_tokens",
+)
+GGUF_SAMPLING = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+GGUF_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+HEAD = "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+
+
+class LoadedCheckpoint:
+    """A model on disk: its spec, its tensors (the `Checkpoint` protocol of layers/weights.py) and its text side.
+
+    `generation` holds the sampling defaults its makers recommend, under the names of generation_config.json, only
+    those they gave. A tied output matrix is not among `names`, whatever the file holds.
+    """
+
+    spec: ModelSpec
+    path: Path
+    name: str
+    num_bytes: int  # of the weight files
+    chat_template: str | None
+    generation: dict[str, Any]
+
+    def names(self) -> Iterable[str]:
+        """Every tensor of the model."""
+        raise NotImplementedError
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor; linear weights are [out, in]."""
+        raise NotImplementedError
+
+    def read(self, name: str) -> np.ndarray:
+        """The tensor as float32, perhaps read-only; CheckpointError if it is damaged."""
+        raise NotImplementedError
+
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer, built anew; CheckpointError if it has none that is supported."""
+        raise NotImplementedError
+
+
+def open_checkpoint(path: str | Path, *, seed: int = 0) -> LoadedCheckpoint:
+    """Open a .gguf file, a folder with config.json, or a folder with exactly one .gguf.
+
+    `dummy:PATH` takes only the config at PATH (config.json or its folder) and makes up the weights from `seed`.
+    Raises CheckpointError.
+    """
+    if str(path).startswith(DUMMY):
+        return DummyModel(Path(str(path)[len(DUMMY) :]), seed)
+    path = Path(path)
+    if path.is_file():
+        return GGUFCheckpoint(path)
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: there is no such file or folder")
+    if (path / "config.json").is_file():
+        return FolderCheckpoint(path)
+    found = sorted(path.glob("*.gguf"))
+    if len(found) == 1:
+        return GGUFCheckpoint(found[0])
+    if found:
+        raise CheckpointError(f"{path}: holds {len(found)} GGUF files; name one, such as {found[0]}")
+    raise CheckpointError(f"{path}: holds neither config.json nor a .gguf file")
+
+
+class GGUFCheckpoint(LoadedCheckpoint):
+    """A GGUF file. llama.cpp interleaves the rows of Q and K of llama models; they are put back here."""
+
+    def __init__(self, path: Path):
+        from headrace.frontend.tokenizer import gguf_chat_templates
+        from headrace.loading.gguf_file import GGUFFile
+        from headrace.loading.gguf_spec import ROPE_TENSORS, spec_from_gguf
+
+        self.file: GGUFFile = GGUFFile(path)
+        if self.file.metadata.get("split.count", 1) != 1:
+            raise CheckpointError(f"{path}: is one part of several; join them first (llama-gguf-split --merge)")
+        self.spec = spec_from_gguf(self.file)
+        self.path = path
+        self.name = path.stem
+        self.num_bytes = self.file.num_bytes
+        self.chat_template = gguf_chat_templates(self.file).get("default")
+        self.generation = {
+            ours: value
+            for key, ours in GGUF_SAMPLING.items()
+            if (value := self.file.metadata.get(f"general.sampling.{key}")) is not None
+        }
+        self._stored = {hf_name(name): name for name in self.file.tensors if name not in ROPE_TENSORS}
+
+    def names(self) -> Iterable[str]:
+        return self._stored.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.file.info(self._stored_name(name)).shape
+
+    def read(self, name: str) -> np.ndarray:
+        values = self.file.read(self._stored_name(name))
+        order = self.row_order(name)
+        return values if order is None else values[order]
+
+    def row_order(self, name: str) -> np.ndarray | None:
+        """Stored rows in Hugging Face's order, int64 [rows]; None if they are in it.
+
+        llama.cpp stores each head's halves interleaved (row 2i and 2i+1 are rotated together); Hugging Face keeps the
+        first halves of all pairs, then the second (row i and i + head_dim/2).
+        """
+        if self.spec.family != "llama" or ".self_attn." not in name:
+            return None
+        if not name.endswith((".q_proj.weight", ".k_proj.weight", ".q_proj.bias", ".k_proj.bias")):
+            return None
+        rows, dim = self.shape(name)[0], self.spec.head_dim
+        if rows % dim:
+            return None  # misshapen: the layer that takes it says so
+        return np.arange(rows).reshape(rows // dim, dim // 2, 2).swapaxes(1, 2).ravel()
+
+    def tokenizer(self) -> Tokenizer:
+        from headrace.frontend.tokenizer import Tokenizer
+
+        return Tokenizer.from_gguf(self.file)
+
+    def _stored_name(self, name: str) -> str:
+        if name not in self._stored:
+            raise CheckpointError(f"{self.path}: has no tensor {name!r}")
+        return self._stored[name]
+
+
+class FolderCheckpoint(LoadedCheckpoint):
+    """A Hugging Face folder: config.json, safetensors, tokenizer.json."""
+
+    def __init__(self, path: Path):
+        from headrace.frontend.tokenizer import read_chat_templates
+        from headrace.loading.hf_config import spec_from_config
+        from headrace.loading.safetensors_file import SafetensorsFolder
+
+        self.path = path
+        self.name = path.resolve().name
+        config = read_json(path / "config.json")
+        generation = read_json(path / "generation_config.json", missing_ok=True)
+        if config.get("quantization_config"):
+            method = config["quantization_config"]
+            method = method.get("quant_method", "unknown") if isinstance(method, dict) else method
+            raise CheckpointError(f"{path}: quantised with {method!r}, which is not supported yet")
+        self.spec = spec_from_config(config, where=str(path / "config.json"), eos=_eos_ids(path, generation))
+        self._weights = SafetensorsFolder(path)
+        self.num_bytes = self._weights.num_bytes
+        self.chat_template = read_chat_templates(path).get("default")
+        self.generation = {key: generation[key] for key in GENERATION_KEYS if generation.get(key) is not None}
+        tied = self.spec.tie_word_embeddings
+        self._names = frozenset(
+            name
+            for name in self._weights.names()
+            if not name.endswith("rotary_emb.inv_freq") and not (tied and name == HEAD)
+        )
+        if not tied and HEAD not in self._names:
+            raise CheckpointError(f"{path}: {HEAD} is missing and config.json does not tie it to the embedding")
+
+    def names(self) -> Iterable[str]:
+        return self._names
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._weights.shape(name)
+
+    def read(self, name: str) -> np.ndarray:
+        return self._weights.read(name)
+
+    def tokenizer(self) -> Tokenizer:
+        from headrace.frontend.tokenizer import Tokenizer
+
+        return Tokenizer.from_folder(self.path)
+
+
+class DummyModel(LoadedCheckpoint):
+    """A config with made-up weights; the tokenizer is the folder's, if it has one."""
+
+    def __init__(self, path: Path, seed: int):
+        from headrace.frontend.tokenizer import read_chat_templates
+        from headrace.loading.dummy import DummyCheckpoint
+        from headrace.loading.hf_config import read_config
+
+        config = path / "config.json" if path.is_dir() else path
+        self.path = config
+        self.name = f"dummy-{config.resolve().parent.name}"
+        self.spec = read_config(config)
+        self._weights = DummyCheckpoint(self.spec, seed)
+        self.num_bytes = 4 * sum(int(np.prod(self.shape(name))) for name in self.names())
+        self.chat_template = read_chat_templates(config.parent).get("default")
+        self.generation = {}
+
+    def names(self) -> Iterable[str]:
+        return self._weights.names()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._weights.shape(name)
+
+    def read(self, name: str) -> np.ndarray:
+        return self._weights.read(name)
+
+    def tokenizer(self) -> Tokenizer:
+        from headrace.frontend.tokenizer import Tokenizer
+
+        return Tokenizer.from_folder(self.path.parent)
+
+
+def hf_name(name: str) -> str:
+    """Hugging Face's name of a GGUF tensor; a tensor that has none keeps its own, so that it is reported as unused."""
+    stem, _, kind = name.rpartition(".")
+    match = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
+    known = GGUF_NAMES.get(match[2] if match else stem)
+    if known is None or kind not in ("weight", "bias"):
+        return name
+    return f"model.layers.{match[1]}.{known}.{kind}" if match else f"{known}.{kind}"
+
+
+def _eos_ids(path: Path, generation: dict[str, Any]) -> set[int]:
+    """End-of-sequence ids outside config.json: generation_config's, and the tokenizer's eos_token."""
+    from headrace.loading.hf_config import token_ids
+
+    found = set(token_ids(generation.get("eos_token_id")))
+    config = read_json(path / "tokenizer_config.json", missing_ok=True)
+    eos = config.get("eos_token")
+    eos = eos.get("content") if isinstance(eos, dict) else eos
+    if not isinstance(eos, str):
+        return found
+    listed = config.get("added_tokens_decoder")
+    if isinstance(listed, dict):
+        for id, token in listed.items():
+            if isinstance(token, dict) and token.get("content") == eos and str(id).isdigit():
+                return found | {int(id)}
+    tokenizer = read_json(path / "tokenizer.json", missing_ok=True)
+    for token in tokenizer.get("added_tokens") or ():
+        if token.get("content") == eos:
+            return found | {int(token["id"])}
+    vocab = (tokenizer.get("model") or {}).get("vocab")
+    return found | {vocab[eos]} if isinstance(vocab, dict) and isinstance(vocab.get(eos), int) else found

@@ -1,0 +1,123 @@
+"""The command line: answers, errors in one line with exit code 2, help at once."""
+
+import json
+import re
+
+import pytest
+from tiny import write_tiny_llama
+
+from headrace.cli.main import main
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(write_tiny_llama(tmp_path_factory.mktemp("tiny")))
+
+
+RUN = ["--temperature", "0", "--max-tokens", "8", "--ignore-eos"]
+
+
+def test_run_prints_the_answer_and_the_speed(folder, capsys):
+    assert main(["run", "-m", folder, "hello", *RUN]) == 0
+    out, err = capsys.readouterr()
+    assert out.strip() and "tokens/s" in err and "bound by" in err
+    assert main(["run", "-m", folder, "hello", "--quiet", *RUN]) == 0
+    assert capsys.readouterr() == (out, "")
+
+
+def test_run_explains_and_exports_the_ledger(folder, capsys, tmp_path):
+    path = tmp_path / "steps.jsonl"
+    assert main(["run", "-m", folder, "hello", "--explain", "--ledger-jsonl", str(path), *RUN]) == 0
+    err = capsys.readouterr().err
+    assert "max_model_len = 512" in err and "steps" in err
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(records) == 8 and {record["bound"] for record in records} <= {"host", "bandwidth", "compute"}
+
+
+def test_several_choices(folder, capsys):
+    assert main(["run", "-m", folder, "hi", "--n", "2", "--seed", "1", "--max-tokens", "4", "--temperature", "1"]) == 0
+    assert "--- choice 1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["run", "-m", "/nowhere/model.gguf", "hi"], "/nowhere/model.gguf"),
+        (["run", "-m", "no-such-model", "hi"], "no-such-model"),
+        (["run", "-m", "{folder}", "hi", "--temperature", "-1"], "temperature"),
+        (["run", "-m", "{folder}", "hi", "--top-p", "0"], "top_p"),
+        (["run", "-m", "{folder}", "hi", "--kv-cache", "lots"], "kv_cache"),
+        (["run", "-m", "{folder}", "hi", "--max-model-len", "100000"], "512 positions"),
+        (["run", "-m", "{folder}", "x" * 600], "600|6\\d\\d"),
+        (["run", "-m", "{folder}", "hi", "--attention-backend", "magic"], "magic"),
+        (["bench", "latency", "-m", "{folder}", "--runs", "0"], "--runs"),
+        (["pull", "/nowhere"], "/nowhere"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(folder, capsys, argv, words):
+    assert main([word.format(folder=folder) for word in argv]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("headrace: error: ") and err.count("\n") == 1
+
+
+    assert re.search(words, err), err
+
+
+@pytest.mark.parametrize("argv", [["run", "--nonsense"], ["fly"], [], ["run", "-m"], ["bench"]])
+def test_bad_usage_is_exit_code_2(argv, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(argv)
+    assert stop.value.code == 2
+
+
+@pytest.mark.parametrize("damage", ["empty", "truncated", "garbage", "zeros"])
+def test_damaged_files_are_one_line(tmp_path, default_model_path, capsys, damage):
+    path = tmp_path / "model.gguf"
+    data = default_model_path.read_bytes()[: 1 << 20]
+    path.write_bytes({"empty": b"", "truncated": data, "garbage": b"GGUF" + bytes(range(256)) * 40,
+                      "zeros": bytes(4096)}[damage])  # fmt: skip
+    assert main(["run", "-m", str(path), "hi"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("headrace: error: ") and "model.gguf" in err and err.count("\n") == 1
+
+
+def test_missing_weights_are_named(tmp_path, capsys):
+    from safetensors.numpy import load_file, save_file
+
+    folder = write_tiny_llama(tmp_path / "damaged")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.mlp.down_proj.weight"]
+    tensors["model.layers.0.self_attn.q_proj.weight"] = tensors["model.layers.0.self_attn.q_proj.weight"][:-1]
+    tensors["surprise"] = tensors["model.norm.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    assert main(["run", "-m", str(folder), "hi"]) == 2
+    err = capsys.readouterr().err
+    for name in ("model.layers.1.mlp.down_proj.weight", "model.layers.0.self_attn.q_proj.weight", "surprise"):
+        assert name in err
+
+
+def test_bench_writes_a_results_file(folder, tmp_path, capsys):
+    path = tmp_path / "latency.json"
+    argv = ["--prompt-len", "8", "--output-len", "4", "--runs", "1", "--json", str(path)]
+    assert main(["bench", "latency", "-m", folder, "--batch-size", "2", *argv]) == 0
+    value = json.loads(path.read_text())
+    assert {"name", "date", "commit", "environment", "rows"} <= set(value)
+    assert [row["unit"] for row in value["rows"]] == ["ms", "tok/s"]
+    assert main(["bench", "throughput", "-m", folder, "--num-requests", "3", *argv]) == 0
+
+
+def test_chat_commands(folder, capsys):
+    from headrace import LLM, SamplingParams
+    from headrace.cli.chat import Conversation
+
+    with LLM(folder) as llm:
+        lines = iter(
+            ["hi", "/set temperature 0", "/retry", "/set nonsense 1", "/set top_p 7", "/system be brief", "more",
+             "/explain", "/help", "/what", "/quit", "never"]
+        )  # fmt: skip
+        conversation = Conversation(llm, SamplingParams(max_tokens=5, seed=1), None)
+        assert conversation.loop(lambda: next(lines)) == 0
+        assert next(lines) == "never"
+        assert [message["role"] for message in conversation.messages] == ["user", "assistant"]
+    err = capsys.readouterr().err
+    assert "nonsense" in err and "top_p must be" in err and "unknown command /what" in err

@@ -1,0 +1,221 @@
+"""The whole engine on a tiny random model: the same tokens alone and in any company, and what users can do wrong."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace import LLM, SamplingParams
+from headrace.config import ConfigError
+from headrace.core.request import RequestError
+from headrace.frontend.chat import ChatTemplateError
+from tiny import write_tiny_llama
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_tiny_llama(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory):
+    return write_tiny_llama(tmp_path_factory.mktemp("windowed"), window=20)
+
+
+@pytest.fixture(scope="module")
+def llm(folder):
+    with LLM(str(folder), max_num_seqs=8, max_num_batched_tokens=64, kv_cache="4MiB") as made:
+        yield made
+
+
+def ids(outputs):
+    return [[choice.token_ids for choice in output.outputs] for output in outputs]
+
+
+def prompts(count, seed=0, low=3, high=90):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, 250, rng.integers(low, high)).tolist() for _ in range(count)]
+
+
+def test_alone_and_together_are_the_same(llm):
+    for params in (GREEDY, GREEDY.with_(temperature=0.9, top_p=0.95, top_k=50, seed=7)):
+        batch = prompts(12)
+        together = ids(llm.generate(batch, params))
+        alone = [ids(llm.generate([prompt], params))[0] for prompt in batch]
+        assert together == alone
+    assert len(set(map(str, together))) == len(batch)
+
+
+@pytest.mark.parametrize("window", [False, True])
+@pytest.mark.parametrize("options", [
+    dict(max_num_batched_tokens=9, max_num_seqs=3),
+    dict(block_size=1),
+    dict(block_size=64),
+    dict(steps_in_flight=3),
+    dict(kv_cache=9 * 16 * 2 * 2 * 2 * 12 * 4, max_num_seqs=8),  # nine blocks: preempts all the time
+])  # fmt: skip
+def test_no_schedule_changes_a_token(llm, folder, windowed, window, options):
+    batch = prompts(8)
+    params = [GREEDY.with_(temperature=float(i % 2), seed=i) for i in range(8)]
+    model = str(windowed if window else folder)
+    with LLM(model, kv_cache="4MiB") as plain:
+        expected = ids(plain.generate(batch, params))
+    with LLM(model, **options) as other:
+        assert ids(other.generate(batch, params)) == expected
+        other.engine.core.scheduler.check()
+        if options.get("kv_cache"):
+            assert other.engine.ledger.totals.preemptions > 0
+
+
+def test_n_choices_differ_and_repeat(llm):
+    params = SamplingParams(temperature=1.2, seed=5, n=4, max_tokens=12, ignore_eos=True)
+    first, again = llm.generate(["hello"], params), llm.generate(["hello", "other"], params)[:1]
+    assert ids(first) == ids(again)
+    assert len({tuple(tokens) for tokens in ids(first)[0]}) == 4
+    assert ids(llm.generate(["hello"], params.with_(n=1)))[0][0] == ids(first)[0][0]
+
+
+def test_without_a_seed_answers_vary(llm):
+    params = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True)
+    assert len({tuple(ids(llm.generate(["hello"], params))[0][0]) for _ in range(4)}) > 1
+
+
+def test_streamed_text_is_the_text(llm):
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=60, ignore_eos=True)
+    updates = list(llm.stream("stream", params))
+    whole = llm.generate("stream", params)[0].outputs[0]
+    assert "".join(update.text for update in updates) == whole.text
+    assert [token for update in updates for token in update.token_ids] == whole.token_ids
+    assert updates[-1].choice.finish_reason == "length"
+
+
+def test_leaving_a_stream_frees_everything(llm):
+    for _ in llm.stream("stream", GREEDY):
+        break
+    assert not llm.engine.has_work
+    llm.engine.core.scheduler.check()
+
+
+def test_stop_strings_cut_text_and_bill(llm):
+    free = llm.generate("stop", GREEDY)[0].outputs[0]
+    stop = free.text[5:7]
+    cut = llm.generate("stop", GREEDY.with_(stop=stop))[0].outputs[0]
+    assert cut.text == free.text[: free.text.index(stop)]
+    assert cut.finish_reason == "stop" and cut.stop_reason == stop
+    assert len(cut.token_ids) < len(free.token_ids)
+    assert cut.token_ids == free.token_ids[: len(cut.token_ids)]
+    kept = llm.generate("stop", GREEDY.with_(stop=[stop], include_stop_str_in_output=True))[0].outputs[0]
+    assert kept.text == cut.text + stop
+
+
+def test_stop_token_ids_and_min_tokens(llm):
+    free = llm.generate("stop", GREEDY)[0].outputs[0].token_ids
+    token = free[6]
+    stopped = llm.generate("stop", GREEDY.with_(stop_token_ids=[token]))[0].outputs[0]
+    assert stopped.token_ids == free[: free.index(token) + 1]
+    assert stopped.finish_reason == "stop" and stopped.stop_reason == token
+    later = llm.generate("stop", GREEDY.with_(stop_token_ids=[token], min_tokens=12))[0].outputs[0]
+    assert len(later.token_ids) >= 12 and token not in later.token_ids[:12]
+
+
+def test_limits(llm, folder):
+    with LLM(str(folder), max_model_len=32) as small:
+        at_limit = small.generate([[1] * 31], GREEDY)[0].outputs[0]
+        assert (len(at_limit.token_ids), at_limit.finish_reason) == (1, "length")
+        with pytest.raises(RequestError, match=r"32 tokens.*at most 32"):
+            small.generate([[1] * 32], GREEDY)
+        with pytest.raises(RequestError, match="prompt 1"):
+            small.generate([[1], [1] * 40], GREEDY)
+        assert not small.engine.has_work
+
+
+@pytest.mark.parametrize("prompt", [[], [-1], [2**40], [True], ["x"], [1.5]])
+def test_bad_prompts_are_refused(llm, prompt):
+    with pytest.raises(RequestError):
+        llm.generate([prompt], GREEDY)
+    assert not llm.engine.has_work
+
+
+def test_bad_options_are_refused(folder):
+    with pytest.raises(TypeError, match="max_num_seqs"):
+        LLM(str(folder), max_num_seq=4)
+    for options in (
+        dict(max_model_len=10**6),
+        dict(max_model_len=0),
+        dict(kv_cache="lots"),
+        dict(kv_cache="1KiB"),
+        dict(kv_cache="100KiB", max_model_len=500),
+        dict(mode="wrong"),
+        dict(steps_in_flight=9),
+        dict(max_num_batched_tokens=4, max_num_seqs=8),
+        dict(block_size=24),
+        dict(attention_backend="nonsense"),
+    ):
+        with pytest.raises((ConfigError, ValueError)):
+            LLM(str(folder), **options)
+
+
+def test_chat_uses_the_template(llm):
+    conversation = [{"role": "user", "content": "hi"}]
+    rendered = llm.render(conversation)
+    assert llm.engine.tokenizer.decode(rendered, skip_special_tokens=False) == "<|user|>hi<|end|><|assistant|>"
+    assert ids(llm.chat(conversation, GREEDY)) == ids(llm.generate([rendered], GREEDY))
+    assert len(llm.chat([conversation, conversation], GREEDY)) == 2
+    with pytest.raises(ChatTemplateError):
+        llm.chat([[]], GREEDY)
+
+
+def test_the_ledger_saw_every_token(folder):
+    with LLM(str(folder)) as fresh:
+        outputs = fresh.generate(prompts(5), GREEDY)
+        totals, records = fresh.engine.ledger.totals, fresh.engine.ledger.records()
+        assert sum(record.num_output_tokens for record in records) == sum(len(o.outputs[0].token_ids) for o in outputs)
+        prefilled = sum(record.num_prefill_tokens + record.num_decode_tokens for record in records)
+        assert prefilled == sum(len(o.prompt_token_ids) + len(o.outputs[0].token_ids) - 1 for o in outputs)
+        assert totals.steps == len(records) and all(record.total > 0 for record in records)
+        assert "120 given out" in fresh.explain()
+        with LLM(str(folder), ledger=False) as silent:
+            assert ids(silent.generate(prompts(5), GREEDY)) == ids(outputs)
+            assert len(silent.engine.ledger) == 0
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    work=st.lists(
+        st.tuples(st.integers(1, 60), st.integers(1, 20), st.integers(0, 12), st.none() | st.integers(1, 25)),
+        min_size=1,
+        max_size=8,
+    ),
+    budget=st.integers(8, 40),
+    blocks=st.integers(6, 24),
+    depth=st.integers(1, 3),
+)
+def test_random_schedules_on_a_real_model(llm, folder, work, budget, blocks, depth):
+    """Arrivals, aborts and memory pressure: every token that comes is the one the request gets alone."""
+    options = dict(max_num_seqs=6, max_num_batched_tokens=budget, kv_cache=blocks * 16 * 384 * 2, steps_in_flight=depth)
+    with LLM(str(folder), max_model_len=90, ledger=False, **options) as busy:
+        started = []
+        step = 0
+        waiting = sorted(enumerate(work), key=lambda item: item[1][2])
+        while waiting or busy.engine.has_work:
+            while waiting and waiting[0][1][2] <= step:
+                index, (length, count, _, aborted) = waiting.pop(0)
+                prompt = np.random.default_rng(index).integers(0, 250, length).tolist()
+                params = GREEDY.with_(temperature=float(index % 2), seed=index, max_tokens=count)
+                started.append((busy.engine.submit(prompt, params), prompt, params, aborted and step + aborted))
+            for output, _, _, aborted in started:
+                if aborted == step:
+                    busy.engine.abort(output)
+            busy.engine.step()
+            busy.engine.core.scheduler.check()
+            step += 1
+        for output, prompt, params, _ in started:
+            choice = output.outputs[0]
+            alone = llm.generate([prompt], params)[0].outputs[0]
+            if choice.finish_reason == "abort":
+                assert choice.token_ids == alone.token_ids[: len(choice.token_ids)]
+            else:
+                assert choice.token_ids == alone.token_ids
+                assert choice.text == alone.text
