@@ -17,15 +17,25 @@ A span yields a token when it reaches the end of the tokens known for its row; a
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from headrace.sampling.params import SamplingParams
+    from headrace.sampling.params import BadWords, SamplingParams
 
 NO_SPANS = np.zeros((4, 0), np.int32)
 NO_SPANS.flags.writeable = False
+
+
+class Logprob(NamedTuple):
+    """How likely the model itself held one token to be, before any sampling option."""
+
+    logprob: float  # natural logarithm, finite and at most 0
+    rank: int  # 1: the most likely; of equals the lower id comes first
+
+
+TokenLogprobs = dict[int, Logprob]  # of one position: its own token and those asked for, most likely first
 
 
 @dataclass(frozen=True)
@@ -41,6 +51,7 @@ class Admit:
     seed: int  # resolved: the request's own, or one drawn for it
     choice: int  # which of the request's n choices
     stop_ids: frozenset[int]  # tokens that end it, banned while fewer than min_tokens came
+    bad_words: BadWords | None = None  # resolved from params.bad_words
 
 
 @dataclass(frozen=True)
@@ -118,6 +129,8 @@ class StepResult:
     step_id: int
     tokens: list[list[int]]  # per span; [] where prefill is not finished; accepted drafts first
     num_accepted: list[int]  # per span: drafts accepted
-    logprobs: list[list[float]] | None = None  # per span and token: log-probability of the chosen token
     errors: dict[int, str] = field(default_factory=dict)  # span -> why it could not go on
     times: StageTimes = StageTimes()
+    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # span -> one entry a token, if asked for
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # span -> of the prompt tokens that
+    # follow each of its tokens: positions start + 1, start + 2 ... as far as the prompt goes

@@ -7,7 +7,8 @@ import time
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from headrace.sampling.params import SamplingParams
+from headrace.core.plan import TokenLogprobs
+from headrace.sampling.params import BadWords, SamplingParams
 
 _arrivals = itertools.count()
 
@@ -41,6 +42,7 @@ class Request:
     seed: int = 0  # resolved
     choice: int = 0
     priority: int = 0  # lower is served first
+    bad_words: BadWords | None = None  # resolved from params.bad_words
     arrival: float = field(default_factory=time.monotonic)
     order: int = field(default_factory=lambda: next(_arrivals))  # total order of arrival
 
@@ -52,6 +54,7 @@ class Request:
     num_pending: int = field(default=0, init=False)
     num_slots: int = field(default=0, init=False)  # tokens that the blocks held have room for
     num_preemptions: int = field(default=0, init=False)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list, init=False)  # of positions 1, 2 ... so far
     finish_reason: FinishReason | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -77,6 +80,11 @@ class Request:
         return len(self.token_ids) + self.num_pending - self.num_computed - self.num_in_flight
 
     @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Every prompt position must run through the model, so no prefix hit may skip one."""
+        return self.params.prompt_logprobs is not None
+
+    @property
     def finished(self) -> bool:
         return self.finish_reason is not None
 
@@ -95,3 +103,5 @@ class TokenOutput:
     token_ids: list[int]  # new tokens; the one that stopped the request is included
     finish_reason: FinishReason | None = None
     error: str | None = None  # with FinishReason.ERROR: what happened
+    logprobs: list[TokenLogprobs] | None = None  # of each new token, if asked for
+    prompt_logprobs: list[TokenLogprobs] | None = None  # of the prompt's second token on; with the first new token

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from headrace.core.kv_manager import KVCacheManager
-from headrace.core.plan import Admit, NewBlocks, StepPlan, StepResult
+from headrace.core.plan import Admit, NewBlocks, StepPlan, StepResult, TokenLogprobs
 from headrace.core.queue import RequestQueue
 from headrace.core.request import FinishReason, Request, RequestError, TokenOutput
 from headrace.core.stop import accept_tokens
@@ -56,6 +56,17 @@ class _Draft:
     prefilling: list[Request] = field(default_factory=list)  # running, with more than a token to go; oldest first
     admits: list[Admit] = field(default_factory=list)
     new_blocks: list[NewBlocks] = field(default_factory=list)
+
+
+def _output(request: Request, taken: list[int], logprobs: list[TokenLogprobs] | None) -> TokenOutput:
+    first = request.wants_prompt_logprobs and len(taken) == request.num_output
+    return TokenOutput(
+        request.id,
+        taken,
+        request.finish_reason,
+        logprobs=None if logprobs is None else logprobs[: len(taken)],
+        prompt_logprobs=request.prompt_logprobs if first else None,
+    )
 
 
 class Scheduler:
@@ -213,6 +224,7 @@ class Scheduler:
                     seed=request.seed,
                     choice=request.choice,
                     stop_ids=request.stop_ids,
+                    bad_words=request.bad_words,
                 )
             )
             demand += min(request.num_unscheduled, self._share)
@@ -252,11 +264,15 @@ class Scheduler:
         """Account for a step that ran; plans commit in the order they were made."""
         outputs = []
         lengths, drafts, yields = plan.lengths.tolist(), plan.num_drafts.tolist(), plan.yields.tolist()
+        starts = plan.starts.tolist()
         for index, (request, epoch) in enumerate(self._in_flight.pop(plan.step_id)):
             if request.epoch != epoch:  # preempted, aborted or ended since: nobody waits for this
                 continue
             request.num_in_flight -= lengths[index]
             request.num_computed += lengths[index]
+            if index in result.prompt_logprobs:  # after a preemption those at the front come a second time
+                known = len(request.prompt_logprobs) - starts[index]
+                request.prompt_logprobs.extend(result.prompt_logprobs[index][known:])
             if index in result.errors:
                 outputs.append(TokenOutput(request.id, [], FinishReason.ERROR, result.errors[index]))
                 self._end(request, FinishReason.ERROR)
@@ -264,7 +280,7 @@ class Scheduler:
                 request.num_computed -= drafts[index] - result.num_accepted[index]
                 request.num_pending -= 1 + drafts[index]
                 taken = accept_tokens(request, result.tokens[index])
-                outputs.append(TokenOutput(request.id, taken, request.finish_reason))
+                outputs.append(_output(request, taken, result.logprobs.get(index)))
                 if request.finish_reason is not None:
                     self._end(request, request.finish_reason)
         self._committed = plan.step_id

@@ -106,7 +106,7 @@ class Engine:
         request_id = request_id if request_id is not None else f"r{next(self._ids)}"
         prepared = self._input.prepare(request_id, prompt, params, add_special=add_special, priority=priority)
         output = RequestOutput(
-            request_id, prepared.prompt, prepared.token_ids, [CompletionOutput(index) for index in range(params.n)]
+            request_id, prepared.prompt, prepared.token_ids, [CompletionOutput(i) for i in range(params.num_choices)]
         )
         queued = []
         try:
@@ -135,7 +135,7 @@ class Engine:
             stream = self._streams.get(news.request_id)
             if stream is None:  # ended by a stop string while this was in flight
                 continue
-            updates.append(stream.add(news))
+            updates.extend(stream.add(news))
             if stream.choice.finish_reason is not None:
                 del self._streams[news.request_id]
                 if news.finish_reason is None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from headrace.core.request import Request, RequestError
 from headrace.frontend.tokenizer import Tokenizer
 from headrace.models.spec import ModelSpec
-from headrace.sampling.params import SamplingParams
+from headrace.sampling.params import BadWords, SamplingParams
 
 Prompt = str | Sequence[int]
 
@@ -30,6 +30,7 @@ class InputProcessor:
         self._tokenizer = tokenizer
         self._spec = spec
         self._max_model_len = max_model_len
+        self._spellings: dict[bytes, list[int]] = {}  # token ids of each spelling; made when first needed
 
     def tokens(self, prompt: Prompt, *, add_special: bool = True) -> list[int]:
         """Token ids of a text, or ids as given, checked against the vocabulary."""
@@ -44,26 +45,62 @@ class InputProcessor:
     def prepare(
         self, request_id: str, prompt: Prompt, params: SamplingParams, *, add_special: bool = True, priority: int = 0
     ) -> Prepared:
-        """Requests `request_id` (one choice) or `request_id/0`, `request_id/1` ... for a prompt."""
+        """Requests `request_id` (one choice) or `request_id/0`, `request_id/1` ... for a prompt. RequestError names
+        what in `params` this model cannot do."""
         ids = self.tokens(prompt, add_special=add_special)
-        for token in params.stop_token_ids:
-            if token >= self._spec.vocab_size:
-                raise RequestError(f"stop_token_ids: {token} is outside the vocabulary of {self._spec.vocab_size}")
+        self._check_ids("stop_token_ids", params.stop_token_ids)
+        self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
+        self._check_ids("logit_bias", dict(params.logit_bias))
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             stop_ids |= self._spec.eos_token_ids
+        bad_words = self._bad_words(params.bad_words)
+        self._check_choice(params, stop_ids, bad_words)
+        if params.num_choices > params.n and params.logprobs is None:
+            params = params.with_(logprobs=0)  # best_of compares them
+        later = params.with_(prompt_logprobs=None)  # every choice has the same prompt: the first one reports it
         seed = params.seed if params.seed is not None else int.from_bytes(os.urandom(8), "little", signed=True)
         requests = [
             Request(
-                id=request_id if params.n == 1 else f"{request_id}/{choice}",
+                id=request_id if params.num_choices == 1 else f"{request_id}/{choice}",
                 prompt_token_ids=ids,
-                params=params,
+                params=later if choice else params,
                 max_new_tokens=params.max_tokens or self._max_model_len,
                 stop_ids=stop_ids,
                 seed=seed,
                 choice=choice,
                 priority=priority,
+                bad_words=bad_words,
             )
-            for choice in range(params.n)
+            for choice in range(params.num_choices)
         ]
         return Prepared(prompt if isinstance(prompt, str) else None, ids, requests)
+
+    def _check_ids(self, name: str, ids: Iterable[int]) -> None:
+        for token in ids:
+            if token >= self._spec.vocab_size:
+                raise RequestError(f"{name}: {token} is outside the vocabulary of {self._spec.vocab_size}")
+
+    def _bad_words(self, words: Sequence[str]) -> BadWords | None:
+        if not words:
+            return None
+        if not self._spellings:
+            for token in range(self._spec.vocab_size):
+                self._spellings.setdefault(self._tokenizer.token_bytes(token), []).append(token)
+            self._spellings.pop(b"", None)
+        return BadWords.compile(words, self._spellings)
+
+    @staticmethod
+    def _check_choice(params: SamplingParams, stop_ids: frozenset[int], bad_words: BadWords | None) -> None:
+        """Refuse what leaves no token for the first position; later ones are judged when they come."""
+        if params.allowed_token_ids is None:
+            return
+        left = set(params.allowed_token_ids)
+        if bad_words is not None:
+            left -= set(bad_words.banned(()))
+        if not left:
+            raise RequestError("no token is left: bad_words ban every one of allowed_token_ids")
+        if params.min_tokens and not left - stop_ids:
+            raise RequestError(
+                "no token is left: all that allowed_token_ids allow would end the text, and min_tokens forbids that"
+            )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from headrace.core.plan import TokenLogprobs
 from headrace.core.request import FinishReason, TokenOutput
 from headrace.frontend.stop_strings import StopStrings
 from headrace.frontend.tokenizer import Tokenizer
@@ -20,20 +21,37 @@ class CompletionOutput:
     finish_reason: str | None = None  # stop, length, abort, error
     stop_reason: str | int | None = None  # the stop string or token id that ended it
     error: str | None = None
+    logprobs: list[TokenLogprobs] | None = None  # of each of token_ids, if asked for: {token id: Logprob}, best first
+    cumulative_logprob: float | None = None  # of all of token_ids, if logprobs or best_of asked for it
+
+    @property
+    def merit(self) -> tuple[bool, float]:
+        """What best_of prefers: choices that came to an end, then the highest log-probability per token."""
+        whole = self.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+        if self.cumulative_logprob is None or not self.token_ids:
+            return whole, float("-inf")
+        return whole, self.cumulative_logprob / len(self.token_ids)
 
 
 @dataclass
 class RequestOutput:
-    """A prompt and its choices."""
+    """A prompt and its choices. With best_of above n these are candidates until all have ended, then the n best."""
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # of each prompt token, if asked for; of the first, None
 
     @property
     def finished(self) -> bool:
         return all(choice.finish_reason is not None for choice in self.outputs)
+
+    def keep_best(self, count: int) -> None:
+        """Drop all choices but the best `count`, best first, and number them anew."""
+        self.outputs = sorted(self.outputs, key=lambda choice: choice.merit, reverse=True)[:count]
+        for index, choice in enumerate(self.outputs):
+            choice.index = index
 
 
 @dataclass(frozen=True)
@@ -44,6 +62,7 @@ class Update:
     choice: CompletionOutput
     text: str  # new text; never part of a character or of a stop string
     token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None  # of each of token_ids, if asked for
 
 
 class ChoiceStream:
@@ -53,14 +72,31 @@ class ChoiceStream:
         self.output = output
         self.choice = output.outputs[index]
         self._params = params
+        if params.logprobs is not None:
+            self.choice.logprobs = []
         self._detokenizer = tokenizer.detokenizer(params.skip_special_tokens)
         self._stops = StopStrings(params.stop)
         self._pending = ""  # text that may yet belong to a stop string
 
-    def add(self, news: TokenOutput) -> Update:
-        """Take in a step's tokens. The choice's finish_reason is set when it ended, by the core or by a stop string;
-        in the second case the caller must abort the request in the core."""
+    def add(self, news: TokenOutput) -> list[Update]:
+        """Take in a step's tokens and return what can be shown: this choice's update, or with best_of above n nothing
+        until the last candidate ended, and then each of the best in whole.
+
+        The choice's finish_reason is set when it ended, by the core or by a stop string; in the second case the caller
+        must abort the request in the core.
+        """
+        update = self._extend(news)
+        if self._params.num_choices == self._params.n:
+            return [update]
+        if not self.output.finished:
+            return []
+        self.output.keep_best(self._params.n)
+        return [Update(self.output, best, best.text, best.token_ids, best.logprobs) for best in self.output.outputs]
+
+    def _extend(self, news: TokenOutput) -> Update:
         choice, shown, taken = self.choice, "", []
+        if news.prompt_logprobs is not None:
+            self.output.prompt_logprobs = [None, *news.prompt_logprobs]
         for position, token in enumerate(news.token_ids):
             taken.append(token)
             choice.token_ids.append(token)
@@ -79,7 +115,18 @@ class ChoiceStream:
                 choice.finish_reason = str(news.finish_reason)
                 choice.error = news.error
         choice.text += shown
-        return Update(self.output, choice, shown, taken)
+        return Update(self.output, choice, shown, taken, self._report(taken, news.logprobs))
+
+    def _report(self, taken: list[int], logprobs: list[TokenLogprobs] | None) -> list[TokenLogprobs] | None:
+        """Those of the tokens taken, if the user asked for them."""
+        choice, entries = self.choice, (logprobs or [])[: len(taken)]
+        if logprobs is not None:
+            new = sum(entry[token].logprob for token, entry in zip(taken, entries, strict=True))
+            choice.cumulative_logprob = (choice.cumulative_logprob or 0.0) + new
+        if choice.logprobs is None:
+            return None
+        choice.logprobs += entries
+        return entries
 
     def _take(self, piece: str) -> str:
         """Text that can be shown now that `piece` came."""

@@ -74,7 +74,8 @@ class Tokenizer:
             text = value.get("content") if isinstance(value, dict) else value
             if isinstance(text, str):
                 names[name] = text
-        if "add_bos_token" in config or "add_eos_token" in config:  # an explicit wish outranks tokenizer.json's own
+        # An explicit wish outranks what tokenizer.json does by itself (transformers 5 ignores the wish).
+        if "add_bos_token" in config or "add_eos_token" in config:
             set_affixes(
                 backend,
                 names.get("bos_token") if config.get("add_bos_token") else None,

@@ -238,7 +238,7 @@ def choose_gguf(files: list[str], variant: str | None, repository: str) -> str:
         raise StoreError(f"{repository} has {what}")
     for wanted in (variant,) if variant is not None else PREFERRED_VARIANTS:
         for file in single:
-            if re.search(rf"(?:^|[-._/]){re.escape(wanted)}(?:[-._]|$)", file, re.IGNORECASE):
+            if re.search(rf"(?:^|[-._/]){re.escape(wanted)}(?:[-.]|$)", file, re.IGNORECASE):
                 return file
     if variant is None:
         return single[0]

@@ -9,14 +9,19 @@ none.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from headrace import ops
+from headrace.core.plan import TokenLogprobs
+from headrace.ops.noise import gumbel_noise
 from headrace.ops.xp import Array, namespace
+from headrace.sampling.logprobs import by_span, token_logprobs
 from headrace.sampling.stages import LogitsStage, default_stages
 from headrace.sampling.state import SamplingBatch
+
+DAMAGED = "the model's logits are not finite here; the weights or the KV cache are damaged"
+NONE_ALLOWED = "no token is allowed here: allowed_token_ids, bad_words and min_tokens together leave none"
 
 
 @dataclass(frozen=True)
@@ -25,7 +30,14 @@ class Sampled:
 
     tokens: np.ndarray  # int32 [R, K+1]; -1 pads
     counts: np.ndarray  # int32 [R]  tokens of each span: 0 if it yields none, else accepted drafts + 1
-    errors: dict[int, str]  # span -> why no token could be drawn
+    errors: dict[int, str]  # span -> why no token could be drawn; it has none then
+    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # span -> of each token, where asked for
+
+
+def _masked(batch: SamplingBatch) -> Array:
+    """bool [L]: some tokens may be impossible by the request's own wish."""
+    table, rows = batch.table, batch.rows
+    return table.limited[rows] | table.censored[rows] | (batch.positions < table.first_free[rows])
 
 
 class Sampler:
@@ -35,51 +47,64 @@ class Sampler:
         self.stages = list(stages) if stages is not None else default_stages()
 
     def draw(self, logits: Array, batch: SamplingBatch) -> tuple[Array, Array]:
-        """(token int64 [L], whether its logit is finite bool [L]) for logits float32 [L, V], which are used up."""
+        """(token int64 [L], its logit after the stages float32 [L]) for logits float32 [L, V], which are used up.
+
+        Where that logit is not finite there was nothing to draw: -inf says that the stages left no token, NaN that the
+        model's own logits hold none, a NaN or +inf; also where a ban hides it, so that options do not decide.
+        """
         xp = namespace(logits)
-        for stage in self.stages:
-            if stage.active(batch):
-                logits = stage.apply(logits, batch)
+        masked = _masked(batch).nonzero()[0]
+        damaged = masked[~np.asarray(xp.isfinite(xp.max(logits[masked], axis=-1)))] if masked.shape[0] else masked
+        with np.errstate(over="ignore", invalid="ignore"):  # tiny temperatures overflow to -inf by design
+            for stage in self.stages:
+                if stage.active(batch):
+                    logits = stage.apply(logits, batch)
         chosen = xp.argmax(logits, axis=-1)
         warm = (batch.table.temperature[batch.rows] > 0).nonzero()[0]
         if warm.shape[0]:
             rows = batch.rows[warm]
             ids = xp.arange(logits.shape[1], dtype=xp.int64)
-            noise = ops.gumbel_noise(
+            noise = gumbel_noise(
                 ids,
                 xp.asarray(batch.positions[warm], dtype=xp.int64),
                 xp.asarray(batch.table.seed[rows]),
                 xp.asarray(batch.table.choice[rows]),
             )
             chosen[warm] = xp.argmax(logits[warm] + noise, axis=-1)
-        best = xp.take_along_axis(logits, chosen[:, None], axis=-1)[:, 0]
-        return chosen, xp.isfinite(best)
+        scores = xp.take_along_axis(logits, chosen[:, None], axis=-1)[:, 0]
+        scores[damaged] = xp.nan
+        return chosen, scores
 
     def sample(
         self, logits: Array, batch: SamplingBatch, spans: np.ndarray, num_spans: int, drafts: np.ndarray
     ) -> Sampled:
         """Tokens of each span. `spans` int32 [L] names the span of each row of logits (ascending, a span's rows in
-        order of position); `drafts` int32 [L] is the draft that follows each position, -1 for none."""
+        order of position); `drafts` int32 [L] is the draft that follows each position, -1 for none.
+
+        A span ends before the first position where nothing can be drawn; it is in error if that is its first one.
+        With drafts, a later such position is met again, as a first one, by the step that follows.
+        """
         if not logits.shape[0]:
             return Sampled(np.full((num_spans, 1), -1, np.int32), np.zeros(num_spans, np.int32), {})
-        chosen_dev, finite_dev = self.draw(logits, batch)
-        chosen, finite = np.asarray(chosen_dev), np.asarray(finite_dev)
+        reported = np.flatnonzero(batch.table.logprobs[batch.rows] >= 0)
+        untouched = logits[reported]  # a copy: the stages overwrite the logits
+        chosen_dev, scores_dev = self.draw(logits, batch)
+        chosen, scores = np.asarray(chosen_dev), np.asarray(scores_dev)
+        drawn, masked = np.isfinite(scores), _masked(batch)
+        first = np.searchsorted(spans, spans)  # index of the first row of each row's span
+        # a position counts if every one before it in its span was drawn and agreed with the draft
+        broken = np.concatenate([[0], np.cumsum(~(drawn & (drafts >= 0) & (drafts == chosen)))])
+        counted = drawn & (broken[:-1] == broken[first])
+        column = np.arange(len(spans)) - first
+        tokens = np.full((num_spans, 1 + int(column.max())), -1, np.int32)
+        tokens[spans[counted], column[counted]] = chosen[counted]
+        counts = np.bincount(spans[counted], minlength=num_spans).astype(np.int32)
         errors = {
-            int(spans[i]): "the model's logits are not finite here; the weights or the KV cache are damaged"
-            for i in np.flatnonzero(~finite)
+            int(spans[index]): NONE_ALLOWED if scores[index] == -np.inf and masked[index] else DAMAGED
+            for index in np.flatnonzero(~drawn & (column == 0)).tolist()
         }
-        agreed = (drafts >= 0) & (drafts == chosen)
-        width = 1 + int(np.max(np.bincount(spans[drafts >= 0], minlength=1)))
-        tokens = np.full((num_spans, width), -1, np.int32)
-        counts = np.zeros(num_spans, np.int32)
-        if width == 1:
-            tokens[spans, 0] = chosen
-            counts[spans] = 1
-            return Sampled(tokens, counts, errors)
-        going = np.ones(num_spans, bool)
-        for index, span in enumerate(spans.tolist()):
-            if going[span]:
-                tokens[span, counts[span]] = chosen[index]
-                counts[span] += 1
-                going[span] = agreed[index]
-        return Sampled(tokens, counts, errors)
+        kept = counted[reported]
+        told = reported[kept]
+        wanted = batch.table.logprobs[batch.rows[told]].tolist()
+        entries = token_logprobs(untouched[kept.nonzero()[0]], chosen[told].tolist(), wanted)
+        return Sampled(tokens, counts, errors, by_span(spans[told], entries))

@@ -1,11 +1,16 @@
 """Logits stages: what changes the distribution before a token is drawn, in a fixed order.
 
-A stage may overwrite the logits it is given. It depends on its own row alone, so company cannot change a result.
+A stage may overwrite the logits it is given. It depends on its own row alone, so company cannot change a result. What
+precedes a position is read from the request table, where drafts follow the known tokens: along a draft, penalties and
+bans move with it and keep no state of their own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
+
+import numpy as np
 
 from headrace.ops.xp import Array, namespace
 from headrace.sampling.state import SamplingBatch
@@ -27,15 +32,83 @@ class MinTokens:
     """Tokens that would end a request are impossible until it has min_tokens tokens."""
 
     def active(self, batch: SamplingBatch) -> bool:
-        return bool((batch.positions < batch.table.first_free[batch.rows]).any())
+        return bool(self._early(batch).any())
+
+    @staticmethod
+    def _early(batch: SamplingBatch) -> Array:
+        return batch.positions < batch.table.first_free[batch.rows]
+
+    def apply(self, logits: Array, batch: SamplingBatch) -> Array:
+        for index in self._early(batch).nonzero()[0].tolist():
+            _ban(logits, index, batch.table.stop_ids[int(batch.rows[index])])
+        return logits
+
+
+class AllowedTokens:
+    """Every token but those allowed is impossible."""
+
+    def active(self, batch: SamplingBatch) -> bool:
+        return bool(batch.table.limited[batch.rows].any())
 
     def apply(self, logits: Array, batch: SamplingBatch) -> Array:
         xp = namespace(logits)
-        early = batch.positions < batch.table.first_free[batch.rows]
-        for index in early.nonzero()[0].tolist():
-            banned = [t for t in batch.table.stop_ids[int(batch.rows[index])] if t < logits.shape[1]]
-            if banned:
-                logits[index, xp.asarray(banned)] = -xp.inf
+        for index in batch.table.limited[batch.rows].nonzero()[0].tolist():
+            ids = xp.asarray(batch.table.allowed_ids[int(batch.rows[index])])
+            kept = logits[index, ids]
+            logits[index, :] = -xp.inf
+            logits[index, ids] = kept
+        return logits
+
+
+class BadWordTokens:
+    """A token that would finish a bad word of the output is impossible. The prompt does not begin one."""
+
+    def active(self, batch: SamplingBatch) -> bool:
+        return bool(batch.table.censored[batch.rows].any())
+
+    def apply(self, logits: Array, batch: SamplingBatch) -> Array:
+        for index in batch.table.censored[batch.rows].nonzero()[0].tolist():
+            row, end = int(batch.rows[index]), int(batch.positions[index])
+            words = batch.table.bad_words[row]
+            start = max(int(batch.table.prompt_len[row]), end - words.longest)
+            _ban(logits, index, words.banned(batch.token_ids[row, start:end].tolist()))
+        return logits
+
+
+class Penalties:
+    """Repetition over prompt and output (a positive logit is divided by it, another multiplied: Keskar et al., CTRL,
+    2019), then presence and frequency over the output (what OpenAI's API documents)."""
+
+    def active(self, batch: SamplingBatch) -> bool:
+        return bool(batch.table.penalised[batch.rows].any())
+
+    def apply(self, logits: Array, batch: SamplingBatch) -> Array:
+        xp, table = namespace(logits), batch.table
+        for index in table.penalised[batch.rows].nonzero()[0].tolist():
+            row, end = int(batch.rows[index]), int(batch.positions[index])
+            history = xp.asarray(batch.token_ids[row, :end], dtype=xp.int64)
+            repetition = float(table.repetition[row])
+            if repetition != 1:
+                before = logits[index, history]  # a token that occurs twice is read and written twice, with one value
+                logits[index, history] = xp.where(before > 0, before / repetition, before * repetition)
+            presence, frequency = float(table.presence[row]), float(table.frequency[row])
+            if presence != 0 or frequency != 0:
+                ids, counts = xp.unique_counts(history[int(table.prompt_len[row]) :])
+                logits[index, ids] = logits[index, ids] - (presence + frequency * xp.astype(counts, logits.dtype))
+        return logits
+
+
+class LogitBias:
+    """A number added to the logits of named tokens."""
+
+    def active(self, batch: SamplingBatch) -> bool:
+        return bool(batch.table.biased[batch.rows].any())
+
+    def apply(self, logits: Array, batch: SamplingBatch) -> Array:
+        xp = namespace(logits)
+        for index in batch.table.biased[batch.rows].nonzero()[0].tolist():
+            ids, values = map(xp.asarray, batch.table.bias[int(batch.rows[index])])
+            logits[index, ids] = logits[index, ids] + values
         return logits
 
 
@@ -48,15 +121,18 @@ class Temperature:
     def apply(self, logits: Array, batch: SamplingBatch) -> Array:
         xp = namespace(logits)
         temperature = xp.asarray(batch.table.temperature[batch.rows])[:, None]
-        # the best logit becomes exactly 0, so that the smallest temperature overflows to -inf and never to NaN
-        shifted = logits - xp.max(logits, axis=-1, keepdims=True)
+        best = xp.max(logits, axis=-1, keepdims=True)
+        # the best logit becomes exactly 0, so that the smallest temperature overflows to -inf and never to NaN; where
+        # nothing is possible (best is -inf) everything stays -inf
+        shifted = logits - xp.where(best == -xp.inf, 0.0, best)
         return xp.where(temperature > 0, shifted / xp.where(temperature > 0, temperature, 1.0), logits)
 
 
 class Truncation:
     """top_k, then top_p over what is left, then min_p: everything under a row's threshold becomes impossible.
 
-    Thresholds keep ties: tokens as likely as the last one kept are kept too.
+    Thresholds keep ties: tokens as likely as the last one kept are kept too. Comes after Temperature, so the best
+    logit of a row is 0.
     """
 
     def active(self, batch: SamplingBatch) -> bool:
@@ -76,23 +152,31 @@ class Truncation:
             values = logits[index]
             if 0 < top_k < values.shape[0] or top_p < 1:
                 ordered = xp.flip(xp.sort(values))
+                if ordered[0] != 0:  # -inf or NaN: there is nothing to draw from, which the sampler will say
+                    continue
                 if 0 < top_k < values.shape[0]:
-                    ordered = ordered[:top_k]
+                    ordered = ordered[ordered >= ordered[top_k - 1]]
                 if top_p < 1:
-                    weights = xp.exp(ordered - ordered[0])
-                    # the smallest prefix whose share reaches p: as many as have less than p before them
-                    before = xp.cumulative_sum(weights) - weights
-                    kept = int(xp.count_nonzero(before < top_p * xp.sum(weights)))
-                    ordered = ordered[: max(1, kept)]
+                    # the smallest prefix whose share reaches p: as many as have less than p before them; summed in
+                    # float64, since a float32 sum over a vocabulary would move the cut
+                    reached = xp.cumulative_sum(xp.exp(ordered), dtype=xp.float64)
+                    kept = 1 + int(xp.count_nonzero(reached[:-1] < top_p * reached[-1]))
+                    ordered = ordered[:kept]
                 values = xp.where(values < ordered[-1], -xp.inf, values)
             min_p = float(batch.table.min_p[row])
             if min_p > 0:
-                least = xp.log(xp.asarray(min_p, dtype=values.dtype)) + xp.max(values)
-                values = xp.where(values < least, -xp.inf, values)
+                values = xp.where(values < xp.log(xp.asarray(min_p, dtype=values.dtype)), -xp.inf, values)
             logits[index] = values
         return logits
 
 
+def _ban(logits: Array, index: int, ids: Iterable[int]) -> None:
+    """Make tokens of one row impossible; ids beyond the model's vocabulary already are."""
+    inside = [token for token in ids if token < logits.shape[1]]
+    if inside:
+        logits[index, namespace(logits).asarray(np.array(inside, np.int64))] = -np.inf
+
+
 def default_stages() -> list[LogitsStage]:
-    """The stages in their order."""
-    return [MinTokens(), Temperature(), Truncation()]
+    """The stages in their order; `SamplingParams` explains it."""
+    return [MinTokens(), AllowedTokens(), BadWordTokens(), Penalties(), LogitBias(), Temperature(), Truncation()]

@@ -8,6 +8,7 @@ import numpy as np
 
 from headrace.core.plan import Admit
 from headrace.ops.xp import Array
+from headrace.sampling.params import BadWords
 
 _COOLEST = 1e-20  # lower temperatures are this one: a difference of 1e-17 logits then already decides
 
@@ -16,26 +17,60 @@ class SamplingTable:
     """One column per setting, one entry per row; written at admission."""
 
     def __init__(self, max_rows: int):
+        self.prompt_len = np.zeros(max_rows, np.int32)
         self.temperature = np.zeros(max_rows, np.float32)
         self.top_k = np.zeros(max_rows, np.int32)
         self.top_p = np.ones(max_rows, np.float32)
         self.min_p = np.zeros(max_rows, np.float32)
+        self.repetition = np.ones(max_rows, np.float32)
+        self.presence = np.zeros(max_rows, np.float32)
+        self.frequency = np.zeros(max_rows, np.float32)
+        self.penalised = np.zeros(max_rows, bool)  # any of the three above does something
         self.seed = np.zeros(max_rows, np.int64)
         self.choice = np.zeros(max_rows, np.int64)
         self.first_free = np.zeros(max_rows, np.int32)  # position from which stop tokens are allowed
         self.stop_ids: list[frozenset[int]] = [frozenset()] * max_rows
+        self.biased = np.zeros(max_rows, bool)
+        self.bias: list[tuple[np.ndarray, np.ndarray]] = [_NO_BIAS] * max_rows  # (ids int64, values float32)
+        self.limited = np.zeros(max_rows, bool)  # to allowed_ids
+        self.allowed_ids: list[np.ndarray] = [_NO_IDS] * max_rows  # int64
+        self.censored = np.zeros(max_rows, bool)  # by bad_words
+        self.bad_words: list[BadWords] = [_NO_WORDS] * max_rows
+        self.logprobs = np.full(max_rows, -1, np.int32)  # how many of the best to report beside the chosen; -1: none
+        self.prompt_logprobs = np.full(max_rows, -1, np.int32)  # the same of each prompt token
 
     def set(self, admit: Admit) -> None:
         """Take over a request's settings."""
         row, params = admit.row, admit.params
+        self.prompt_len[row] = admit.prompt_len
         self.temperature[row] = params.temperature and max(params.temperature, _COOLEST)
         self.top_k[row] = params.top_k
         self.top_p[row] = params.top_p
         self.min_p[row] = params.min_p
+        self.repetition[row] = params.repetition_penalty
+        self.presence[row] = params.presence_penalty
+        self.frequency[row] = params.frequency_penalty
+        self.penalised[row] = (
+            params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+        )
         self.seed[row] = admit.seed
         self.choice[row] = admit.choice
         self.first_free[row] = admit.prompt_len + params.min_tokens
         self.stop_ids[row] = admit.stop_ids
+        bias = dict(params.logit_bias)
+        self.biased[row] = bool(bias)
+        self.bias[row] = (np.array(list(bias), np.int64), np.array(list(bias.values()), np.float32))
+        self.limited[row] = params.allowed_token_ids is not None
+        self.allowed_ids[row] = np.array(params.allowed_token_ids or (), np.int64)
+        self.bad_words[row] = admit.bad_words or _NO_WORDS
+        self.censored[row] = bool(self.bad_words[row].bans)
+        self.logprobs[row] = -1 if params.logprobs is None else params.logprobs
+        self.prompt_logprobs[row] = -1 if params.prompt_logprobs is None else params.prompt_logprobs
+
+
+_NO_IDS = np.zeros(0, np.int64)
+_NO_BIAS = (_NO_IDS, np.zeros(0, np.float32))
+_NO_WORDS = BadWords({}, {})
 
 
 @dataclass(frozen=True)
@@ -45,3 +80,4 @@ class SamplingBatch:
     table: SamplingTable
     rows: Array  # int32 [L]  row of the request table
     positions: Array  # int32 [L]  position in its sequence of the token to be drawn
+    token_ids: Array  # int32 [max rows, max length]  the request table's: what precedes position p is [row, :p]

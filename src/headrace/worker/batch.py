@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from headrace import ops
 from headrace.core.plan import StepPlan
+from headrace.ops.build_step import build_step
 from headrace.ops.xp import Array
 from headrace.worker.table import RequestTable
 
@@ -37,6 +37,9 @@ class StepBatch:
     logit_index: Array  # int32 [L]      tokens whose logits are wanted
     logit_span: Array  # int32 [L]      the span each of them belongs to
     num_drafts: Array  # int32 [R]      the last num_drafts tokens of span r are drafts
+    # int32 [P]  tokens followed by a prompt token whose log-probability is wanted, and the span of each
+    prompt_index: Array = field(default_factory=lambda: np.zeros(0, np.int32))
+    prompt_span: Array = field(default_factory=lambda: np.zeros(0, np.int32))
 
     @property
     def num_tokens(self) -> int:
@@ -57,7 +60,7 @@ class BatchBuilder:
     def build(self, plan: StepPlan, key: ShapeKey) -> StepBatch:
         """The arrays of `plan`; call after `table.apply(plan)`."""
         table, rows, lengths = self._table, plan.rows, plan.lengths
-        token_ids, positions, query_start, seq_lens, slots = ops.build_step(
+        token_ids, positions, query_start, seq_lens, slots = build_step(
             rows, lengths, plan.num_tokens, table.token_ids, table.num_computed, table.block_tables, self._block_size
         )
         # a span that reaches the end of its row's tokens wants the logits of its last 1 + num_drafts positions
@@ -65,6 +68,7 @@ class BatchBuilder:
         logit_span = np.repeat(np.arange(plan.num_spans, dtype=np.int32), wanted)
         first = query_start[1:] - wanted
         within = np.arange(len(logit_span), dtype=np.int32) - np.repeat(np.cumsum(wanted) - wanted, wanted)
+        prompt_index, prompt_span = self._prompt_positions(rows, lengths, positions)
         columns = -(-int(seq_lens.max()) // self._block_size)
         return StepBatch(
             key=key,
@@ -78,4 +82,15 @@ class BatchBuilder:
             logit_index=first[logit_span] + within,
             logit_span=logit_span,
             num_drafts=plan.num_drafts,
+            prompt_index=prompt_index,
+            prompt_span=prompt_span,
         )
+
+    def _prompt_positions(self, rows: Array, lengths: Array, positions: Array) -> tuple[np.ndarray, np.ndarray]:
+        sampling = self._table.sampling
+        wanted = sampling.prompt_logprobs[rows] >= 0
+        if not wanted.any():
+            return np.zeros(0, np.int32), np.zeros(0, np.int32)
+        span = np.repeat(np.arange(len(rows), dtype=np.int32), lengths)
+        index = np.flatnonzero(wanted[span] & (positions + 1 < sampling.prompt_len[rows[span]]))
+        return index.astype(np.int32), span[index]

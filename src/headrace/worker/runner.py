@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 
 from headrace.attention.base import AttentionBackend
-from headrace.core.plan import StageTimes, StepPlan, StepResult
+from headrace.core.plan import StageTimes, StepPlan, StepResult, TokenLogprobs
 from headrace.models.blocks import CausalLM
 from headrace.ops.xp import Array
-from headrace.sampling.sampler import Sampler
+from headrace.sampling.logprobs import SLICE, by_span, token_logprobs
+from headrace.sampling.sampler import DAMAGED, Sampler
 from headrace.sampling.state import SamplingBatch
 from headrace.spec.base import DraftContext, Proposer
 from headrace.worker.batch import BatchBuilder, StepBatch
@@ -60,9 +61,11 @@ class ModelRunner:
         logits = self._model.logits(hidden[batch.logit_index])
         t3 = time.perf_counter()
         rows, positions = batch.rows[batch.logit_span], batch.positions[batch.logit_index] + 1
-        sampling = SamplingBatch(self._table.sampling, rows, positions)
+        sampling = SamplingBatch(self._table.sampling, rows, positions, self._table.token_ids)
         drafts = self._drafts(batch, rows, positions)
         sampled = self._sampler.sample(logits, sampling, batch.logit_span, batch.num_spans, drafts)
+        prompt_logprobs = self._prompt_logprobs(batch, hidden)
+        damaged = {span: DAMAGED for span, entries in prompt_logprobs.items() if not all(entries)}
         self._table.commit(plan, sampled)
         context = DraftContext(plan.rows[plan.yields], self._table.token_ids, self._table.num_tokens)
         self._proposer.propose(context)
@@ -71,8 +74,10 @@ class ModelRunner:
             plan.step_id,
             tokens=tokens,
             num_accepted=[max(0, len(each) - 1) for each in tokens],
-            errors=sampled.errors,
+            errors={**damaged, **sampled.errors},
             times=StageTimes(t1 - t0, t2 - t1, t3 - t2, time.perf_counter() - t3),
+            logprobs=sampled.logprobs,
+            prompt_logprobs=prompt_logprobs,
         )
 
     def _forward(self, batch: StepBatch, metas: list[Any]) -> Array:
@@ -83,6 +88,17 @@ class ModelRunner:
             return self._backend.run(q, k, v, self._cache.pages(layer), meta, layers[layer])
 
         return self._model.forward(batch.token_ids, batch.positions, attend)
+
+    def _prompt_logprobs(self, batch: StepBatch, hidden: Array) -> dict[int, list[TokenLogprobs]]:
+        """By span, of the prompt tokens that follow its tokens, a slice at a time: a prompt's logits are large."""
+        index, rows = batch.prompt_index, batch.rows[batch.prompt_span]
+        tokens = self._table.token_ids[rows, batch.positions[index] + 1].tolist()
+        counts = self._table.sampling.prompt_logprobs[rows].tolist()
+        entries: list[TokenLogprobs] = []
+        for start in range(0, len(index), SLICE):
+            part = slice(start, start + SLICE)
+            entries += token_logprobs(self._model.logits(hidden[index[part]]), tokens[part], counts[part])
+        return by_span(batch.prompt_span, entries)
 
     def _drafts(self, batch: StepBatch, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """The draft at each drawn token's position, -1 where there is none."""
