@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 
 from headrace.core.plan import StepPlan, StepResult
@@ -26,11 +27,12 @@ class FakeRunner:
     as a wrong token.
     """
 
-    def __init__(self, block_size: int, num_groups: int = 1):
+    def __init__(self, block_size: int, windows: Sequence[int | None] = (None,)):
         self.block_size = block_size
         self.rows: dict[int, dict] = {}
-        self.cache: dict[tuple[int, int], tuple[int, int]] = {}
-        self.num_groups = num_groups
+        self.cache: dict[tuple[int, int], tuple[int, int]] = {}  # (block, offset) -> (token, position)
+        self.windows = windows
+        self.num_run = 0  # tokens
         self.plans: list[StepPlan] = []
 
     def execute(self, plan: StepPlan) -> Future[StepResult]:
@@ -42,33 +44,35 @@ class FakeRunner:
             self.rows[admit.row] = {
                 "tokens": list(admit.token_ids),
                 "computed": admit.num_computed,
-                "tables": [[] for _ in range(self.num_groups)],
+                "tables": [[] for _ in self.windows],
                 "seed": admit.seed,
             }
         for new in plan.new_blocks:
             table = self.rows[new.row]["tables"][new.group]
-            assert len(table) == new.start
-            table.extend(new.ids)
+            assert len(table) >= new.start
+            table[new.start : new.start + len(new.ids)] = new.ids
+        for source, destination in plan.block_copies:
+            for offset in range(self.block_size):
+                if (source, offset) in self.cache:
+                    self.cache[destination, offset] = self.cache[source, offset]
         tokens, accepted = [], []
         for row, start, length, _ in plan.spans.T.tolist():
             state = self.rows[row]
             assert start == state["computed"], f"span starts at {start}, {state['computed']} computed"
             end = start + length
             assert end <= len(state["tokens"])
-            for table in state["tables"]:
+            self.num_run += length
+            for window, table in zip(self.windows, state["tables"], strict=True):
                 for position in range(start, end):
                     block = table[position // self.block_size]
                     self.cache[block, position % self.block_size] = (state["tokens"][position], position)
-                seen = []
-                for position in range(end):
-                    token, where = self.cache[table[position // self.block_size], position % self.block_size]
-                    assert where == position, "a slot was overwritten by another position"
-                    seen.append(token)
-                assert seen == state["tokens"][:end], "the cache holds another request's tokens"
+                for position in range(0 if window is None else max(0, start - window + 1), end):
+                    seen = self.cache[table[position // self.block_size], position % self.block_size]
+                    assert seen == (state["tokens"][position], position), "the cache holds another request's tokens"
             state["computed"] = end
             new = []
             if end == len(state["tokens"]):
-                new = [next_token(seen, state["seed"])]
+                new = [next_token(state["tokens"], state["seed"])]
                 state["tokens"].extend(new)
             tokens.append(new)
             accepted.append(0)

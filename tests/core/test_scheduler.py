@@ -12,10 +12,13 @@ from headrace.core.request import FinishReason, RequestError
 from headrace.core.scheduler import Scheduler, SchedulerLimits
 
 
-def make_core(num_blocks=64, block_size=4, seqs=4, budget=16, max_len=128, depth=1, groups=1, policy="fcfs"):
-    layout = KVLayout(tuple(KVGroup((i,), 1, 8) for i in range(groups)), block_size, num_blocks)
-    scheduler = Scheduler(SchedulerLimits(seqs, budget, max_len, policy), KVCacheManager(layout))
-    runner = FakeRunner(block_size, groups)
+def make_core(
+    num_blocks=64, block_size=4, seqs=4, budget=16, max_len=128, depth=1, windows=(None,), policy="fcfs", caching=True
+):
+    groups = tuple(KVGroup((i,), 1, 8, window) for i, window in enumerate(windows))
+    layout = KVLayout(groups, block_size, num_blocks, max_span=budget)
+    scheduler = Scheduler(SchedulerLimits(seqs, budget, max_len, policy), KVCacheManager(layout, caching))
+    runner = FakeRunner(block_size, windows)
     return EngineCore(scheduler, runner, depth), runner
 
 
@@ -79,7 +82,7 @@ def test_preemption_recomputes_and_keeps_age():
     outputs = run(core)
     for i in range(4):
         assert outputs[str(i)] == (expected_output([i] * 6, 14), FinishReason.LENGTH)
-    assert sum(len(plan.released) for plan in runner.plans) > 4 - 1, "memory pressure should have preempted"
+    assert sum(len(plan.admits) for plan in runner.plans) > 4, "memory pressure should have preempted"
 
 
 def test_stop_ids_end_a_request():
@@ -153,42 +156,63 @@ def test_priority_orders_the_waiting():
 
 requests = st.lists(
     st.tuples(
-        st.lists(st.integers(0, 96), min_size=1, max_size=40),  # prompt
+        st.lists(st.integers(0, 96), min_size=1, max_size=24),  # prompt, after a shared beginning
+        st.integers(0, 30),  # tokens of a common beginning
         st.integers(1, 24),  # max_tokens
         st.integers(0, 30),  # arrives at step
         st.none() | st.integers(0, 40),  # aborted at step
         st.integers(-1, 1),  # priority
+        st.sampled_from([1, 1, 1, 3]),  # choices
+        st.sampled_from([None, None, "salt"]),
     ),
     min_size=1,
     max_size=12,
 )
 
 
-@settings(max_examples=500, deadline=None)
+def choices_of(index, prompt, max_tokens, priority, count, salt):
+    """The core requests of one request with `count` choices."""
+    made = []
+    for choice in range(count):
+        leader = made[0] if made else None
+        made.append(
+            make_request(
+                f"{index}/{choice}", prompt, max_tokens, priority=priority, seed=choice, leader=leader, cache_salt=salt
+            )
+        )
+    return made
+
+
+@settings(max_examples=1000, deadline=None)
 @given(
     requests=requests,
     block_size=st.sampled_from([1, 2, 4, 8]),
     spare_blocks=st.integers(0, 40),
     seqs=st.integers(1, 6),
     budget=st.integers(0, 30),
-    groups=st.integers(1, 2),
+    windows=st.sampled_from([(None,), (None, None), (None, 5), (3, None, 11), (7,)]),
     depth=st.integers(1, 3),
     policy=st.sampled_from(["fcfs", "priority"]),
+    caching=st.booleans(),
 )
 def test_random_schedules_give_every_request_its_own_tokens(
-    requests, block_size, spare_blocks, seqs, budget, groups, depth, policy
+    requests, block_size, spare_blocks, seqs, budget, windows, depth, policy, caching
 ):
     max_len = 64
-    num_blocks = (-(-max_len // block_size) + spare_blocks // 4) * groups
-    core, _ = make_core(num_blocks, block_size, seqs, seqs + budget, max_len, depth, groups, policy)
+    common = list(range(50, 80))
+    num_blocks = (-(-max_len // block_size) + spare_blocks // 4) * len(windows)
+    core, _ = make_core(num_blocks, block_size, seqs, seqs + budget, max_len, depth, windows, policy, caching)
+    limit = min(max_len, core.scheduler.kv.layout.num_tokens)
     outputs: dict = {}
-    pending = sorted(enumerate(requests), key=lambda item: item[1][2])
+    pending = sorted(enumerate(requests), key=lambda item: item[1][3])
     step = 0
     while pending or core.has_work:
-        while pending and pending[0][1][2] <= step:
-            index, (prompt, max_tokens, _, _, priority) = pending.pop(0)
-            core.add(make_request(str(index), prompt, max_tokens, priority=priority))
-        for out in core.abort(str(i) for i, request in enumerate(requests) if request[3] == step):
+        while pending and pending[0][1][3] <= step:
+            index, (prompt, shared, max_tokens, _, _, priority, count, salt) = pending.pop(0)
+            for request in choices_of(index, common[:shared] + prompt, max_tokens, priority, count, salt):
+                core.add(request)
+        aborted = [f"{i}/{c}" for i, request in enumerate(requests) if request[4] == step for c in range(request[6])]
+        for out in core.abort(aborted):
             outputs[out.request_id] = (outputs.get(out.request_id, ([], None))[0], out.finish_reason)
         for out in core.step():
             tokens, _ = outputs.get(out.request_id, ([], None))
@@ -196,10 +220,130 @@ def test_random_schedules_give_every_request_its_own_tokens(
         core.scheduler.check()
         step += 1
         assert step < 5000, "no progress"
-    for index, (prompt, max_tokens, arrival, aborted, _) in enumerate(requests):
-        tokens, reason = outputs[str(index)]
-        expected = expected_output(prompt, max_tokens)
-        if aborted is not None and aborted >= arrival and reason == FinishReason.ABORT:
-            assert tokens == expected[: len(tokens)]
-        else:
-            assert (tokens, reason) == (expected, FinishReason.LENGTH)
+    for index, (prompt, shared, max_tokens, arrival, aborted, _, count, _) in enumerate(requests):
+        prompt = common[:shared] + prompt
+        for choice in range(count):
+            tokens, reason = outputs[f"{index}/{choice}"]
+            expected = expected_output(prompt, min(max_tokens, limit - len(prompt)), seed=choice)
+            if aborted is not None and aborted >= arrival and reason == FinishReason.ABORT:
+                assert tokens == expected[: len(tokens)]
+            else:
+                assert (tokens, reason) == (expected, FinishReason.LENGTH)
+
+
+# -- prefix cache
+
+
+def run_one(core, request):
+    core.add(request)
+    tokens, _ = run(core)[request.id]
+    return tokens
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 6), (9,)])
+@pytest.mark.parametrize("length", range(1, 14))
+def test_a_prompt_that_is_wholly_known_computes_its_last_token(length, windows):
+    # field case C02: never a hit of the whole prompt, same tokens
+    core, _ = make_core(windows=windows)
+    prompt = list(range(length))
+    first = run_one(core, make_request("a", prompt, 3))
+    again = make_request("b", prompt, 3)
+    assert run_one(core, again) == first
+    assert again.num_cached == (length - 1) // 4 * 4
+    longer = make_request("c", [*prompt, 90, 91, 92, 93, 94], 3)
+    run_one(core, longer)
+    assert longer.num_cached == length // 4 * 4
+
+
+def test_generated_text_is_found_in_the_next_turn_and_only_new_tokens_run():
+    core, runner = make_core(num_blocks=64, max_len=128)
+    prompt = list(range(21))
+    answer = run_one(core, make_request("a", prompt, 20))
+    runner.num_run = 0
+    turn = make_request("b", prompt + answer + [80, 81, 82], 1)
+    run_one(core, turn)
+    assert turn.num_cached == 40 and runner.num_run == 44 - 40
+
+
+def test_namespaces_do_not_meet():
+    # field case C03; an empty salt is no salt
+    prompt = list(range(12))
+    core, _ = make_core()
+    cached = []
+    for number, (salt, adapter) in enumerate(
+        [("A", None), ("A", None), ("B", None), (None, None), ("", None), (None, "A"), (None, "A"), ("A", "A")]
+    ):
+        request = make_request(str(number), prompt, 1, cache_salt=salt, adapter=adapter)
+        run_one(core, request)
+        cached.append(request.num_cached)
+    assert cached == [0, 8, 0, 0, 8, 0, 8, 0]
+
+
+def misses(core):
+    """Step the core to its end, collecting what the prefix cache did."""
+    found = []
+    while core.has_work:
+        core.step()
+        found += core.scheduler.trace.prefixes
+    return found
+
+
+def test_every_miss_is_explained():
+    core, _ = make_core(num_blocks=12, block_size=4, max_len=48)
+    prompt = list(range(20))
+
+    def miss(request):
+        core.add(request)
+        (use,) = misses(core)
+        return use.miss
+
+    assert "nothing is known" in miss(make_request("a", prompt, 1)).reason
+    assert miss(make_request("b", prompt, 1)) is None
+    changed = prompt[:10] + [77] + prompt[11:]
+    found = miss(make_request("c", changed, 1))
+    assert found.position == 10 and "number 10" in found.reason
+    found = miss(make_request("d", prompt, 1, cache_salt="other"))
+    assert found.position == 0 and "nothing is known in this namespace" in found.reason
+    miss(make_request("e", list(range(40, 80)), 8))  # takes every block
+    found = miss(make_request("f", prompt, 1))
+    assert found.position == 0 and "evicted" in found.reason
+
+
+def test_what_is_recomputed_after_a_preemption_is_no_hit():
+    core, _ = make_core(num_blocks=8, block_size=4, seqs=4, budget=16, max_len=32)
+    made = [make_request(str(i), [i] * 6, 14) for i in range(4)]
+    for request in made:
+        core.add(request)
+    run(core)
+    assert sum(request.num_preemptions for request in made) > 0
+    assert all(request.num_cached == 0 for request in made)
+
+
+def test_choices_share_the_prompt_and_copy_before_they_write():
+    core, runner = make_core(num_blocks=64, budget=32, seqs=4)
+    prompt = list(range(23))
+    for request in choices_of("a", prompt, 9, 0, 4, None):
+        core.add(request)
+    outputs = run(core)
+    for choice in range(4):
+        assert outputs[f"a/{choice}"][0] == expected_output(prompt, 9, seed=choice)
+    assert runner.num_run == 23 + 3 * 1 + 4 * 8, "followers run one token of the prompt"
+    assert sum(len(plan.block_copies) for plan in runner.plans) == 3
+
+
+def test_least_recently_used_goes_first():
+    core, _ = make_core(num_blocks=8, block_size=4, seqs=1, max_len=32)
+    run_one(core, make_request("old", [1] * 9, 1))
+    run_one(core, make_request("new", [2] * 9, 1))
+    run_one(core, make_request("old again", [1] * 9, 1))
+    run_one(core, make_request("big", [3] * 15, 1))  # takes four blocks
+    kept = make_request("x", [1] * 9, 1)
+    run_one(core, kept)
+    assert kept.num_cached == 8
+
+
+def test_windows_give_blocks_back():
+    core, _ = make_core(num_blocks=20, block_size=4, seqs=1, budget=8, max_len=400, windows=(10,))
+    assert core.scheduler.kv.layout.num_tokens > 400
+    tokens = run_one(core, make_request("a", list(range(90)), 200))
+    assert tokens == expected_output(list(range(90)), 200)

@@ -37,6 +37,17 @@ class Row:
         return self.prompt + self.output
 
 
+class Spy:
+    """A last stage that keeps what the others made of the logits."""
+
+    def active(self, batch):
+        return True
+
+    def apply(self, logits, batch):
+        self.seen = np.asarray(logits)
+        return logits
+
+
 def sample(rows: list[Row], wrap=lambda array: array, stages=None) -> Sampled:
     """One step of `rows`, in this order, in shuffled rows of the table; `wrap` makes the logits another library's."""
     table = SamplingTable(len(rows) + 3)
@@ -47,7 +58,16 @@ def sample(rows: list[Row], wrap=lambda array: array, stages=None) -> Sampled:
         history = row.history
         table.set(
             Admit(
-                place, str(span), history, len(row.prompt), 0, row.params, row.seed, row.choice, row.stop_ids, row.bad_words
+                place,
+                str(span),
+                history,
+                len(row.prompt),
+                0,
+                row.params,
+                row.seed,
+                row.choice,
+                row.stop_ids,
+                row.bad_words,
             )
         )
         full = history + row.drafts

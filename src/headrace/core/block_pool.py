@@ -1,27 +1,32 @@
 """BlockPool: who holds which block of KV cache.
 
     free ──take──> held (reference count >= 1) ──release──> waiting for steps in flight ──settle──> free
+      └────touch────^ ^──────────────────────────touch──────────────┘        (touch: a prefix hit, or a fork)
 
-A released block is reusable only once every step that may still name it has committed. Free blocks are taken in
-order of release, so the longest unused goes first.
+A released block is reusable only once every step that may still name it has committed. Free blocks are taken in order
+of release, so the longest unused goes first; until then the prefix index may know what they hold, and a hit brings them
+back.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
 
 
 class BlockPool:
-    """Reference counts over `num_blocks` blocks, ids 0 .. num_blocks - 1."""
+    """Reference counts over `num_blocks` blocks, ids 0 .. num_blocks - 1. `on_reuse(block)` is called before a block
+    is given to a new holder."""
 
-    def __init__(self, num_blocks: int):
+    def __init__(self, num_blocks: int, on_reuse: Callable[[int], None] | None = None):
         if num_blocks < 1:
             raise ValueError(f"a KV cache needs at least one block, not {num_blocks}")
         self.num_blocks = num_blocks
         self._references = [0] * num_blocks
-        self._free: deque[int] = deque(range(num_blocks))
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._waiting: deque[tuple[int, list[int]]] = deque()  # (step that must commit first, blocks)
+        self._waits_for: dict[int, int] = {}  # block -> the step it waits for
+        self._on_reuse = on_reuse
 
     @property
     def num_free(self) -> int:
@@ -31,7 +36,7 @@ class BlockPool:
     @property
     def num_waiting(self) -> int:
         """Released blocks that steps in flight may still name."""
-        return sum(len(ids) for _, ids in self._waiting)
+        return len(self._waits_for)
 
     @property
     def num_held(self) -> int:
@@ -41,20 +46,30 @@ class BlockPool:
         """`count` blocks with one reference each, or None (and nothing taken) if there are not enough."""
         if count > len(self._free):
             return None
-        ids = [self._free.popleft() for _ in range(count)]
+        ids = [self._free.popitem(last=False)[0] for _ in range(count)]
         for block in ids:
             self._references[block] = 1
+            if self._on_reuse is not None:
+                self._on_reuse(block)
         return ids
 
-    def touch(self, ids: Sequence[int]) -> None:
-        """One more reference to each held block."""
+    def is_held(self, block: int) -> bool:
+        return self._references[block] > 0
+
+    def is_shared(self, block: int) -> bool:
+        """More than one holder: whoever writes must copy first."""
+        return self._references[block] > 1
+
+    def touch(self, ids: Iterable[int]) -> None:
+        """One more reference to each block, whatever its state."""
         for block in ids:
-            if self._references[block] < 1:
-                raise ValueError(f"block {block} is not held")
+            if self._references[block] == 0 and self._waits_for.pop(block, None) is None:
+                del self._free[block]
             self._references[block] += 1
 
-    def release(self, ids: Sequence[int], after_step: int = -1) -> None:
-        """Drop one reference each; blocks nobody holds become free once step `after_step` has committed."""
+    def release(self, ids: Iterable[int], after_step: int = -1) -> None:
+        """Drop one reference each; blocks nobody holds become free once step `after_step` has committed. Of `ids` the
+        first is reused last."""
         freed = []
         for block in ids:
             if self._references[block] < 1:
@@ -63,18 +78,23 @@ class BlockPool:
             if not self._references[block]:
                 freed.append(block)
         if freed:
-            self._waiting.append((after_step, freed))
+            self._waiting.append((after_step, freed[::-1]))
+            self._waits_for.update(dict.fromkeys(freed, after_step))
 
     def settle(self, committed_step: int) -> None:
         """Steps up to `committed_step` have committed: what waited for them is free."""
         while self._waiting and self._waiting[0][0] <= committed_step:
-            self._free.extend(self._waiting.popleft()[1])
+            step, ids = self._waiting.popleft()
+            for block in ids:
+                if self._waits_for.get(block) == step:  # not touched or released again since
+                    del self._waits_for[block]
+                    self._free[block] = None
 
     def check(self, held: Iterable[Sequence[int]]) -> None:
         """Raise AssertionError unless the tables `held` account for every block exactly."""
         counted = Counter(block for table in held for block in table)
-        free = list(self._free) + [block for _, ids in self._waiting for block in ids]
-        assert len(free) == len(set(free)), "a block is free twice"
+        free = [*self._free, *self._waits_for]
+        assert len(free) == len(set(free)), "a block is both free and waiting"
         for block in range(self.num_blocks):
             assert self._references[block] == counted[block], (
                 f"block {block}: {self._references[block]} references, {counted[block]} holders"

@@ -12,6 +12,7 @@ A block belongs to one group at a time.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class KVLayout:
     block_size: int
     num_blocks: int
     bytes_per_element: int = 4
+    max_span: int = 0  # longest span of one step: what a window group holds beyond its window
 
     @property
     def num_tensors(self) -> int:
@@ -44,10 +46,27 @@ class KVLayout:
         widest = max(group.num_kv_heads * group.head_dim for group in self.groups)
         return 2 * self.num_tensors * self.block_size * widest * self.bytes_per_element
 
-    @property
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that a sequence of `num_tokens` keeps at most, over all groups."""
+        blocks = -(-num_tokens // self.block_size)
+        return sum(min(blocks, self._most(group)) for group in self.groups)
+
+    def _most(self, group: KVGroup) -> int:
+        """Blocks of one sequence that a group keeps however long it is: its window and one step's span, unaligned."""
+        if group.window is None:
+            return 2**31
+        return -(-(group.window + self.max_span) // self.block_size) + 1
+
+    @cached_property
     def num_tokens(self) -> int:
-        """Tokens that fit when every group keeps every position."""
-        return self.num_blocks // len(self.groups) * self.block_size
+        """The longest sequence that the whole pool can hold."""
+        low, high = 0, self.num_blocks * self.block_size  # what fits, what may not
+        if self.blocks_for(2**31) <= self.num_blocks:
+            return 2**31 - 1
+        while low + 1 < high + 1:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.blocks_for(middle) <= self.num_blocks else (low, middle - 1)
+        return low
 
     def place(self, layer: int) -> tuple[int, int]:
         """(group, tensor) of a model layer."""

@@ -1,7 +1,8 @@
-"""Admission order of waiting requests: a heap by (priority, arrival), with removal in O(1).
+"""Admission order of waiting requests: a heap with removal in O(1).
 
-A preempted request keeps its arrival, so it comes back before everything younger: no storms, no starvation within a
-priority.
+A preempted request keeps its arrival, so it comes back before everything younger: no storms. A priority is a head start:
+each step down stands for PATIENCE seconds of waiting, so whoever waits long enough comes before newcomers of any class,
+and nobody starves.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from collections.abc import Iterator
 from headrace.core.request import Request
 
 
+PATIENCE = 30.0  # seconds that one step of priority is worth
+
+
 class RequestQueue:
     """Waiting requests. `fcfs` ignores priorities; `priority` serves lower numbers first."""
 
@@ -19,15 +23,16 @@ class RequestQueue:
         if policy not in ("fcfs", "priority"):
             raise ValueError(f"scheduling policy must be fcfs or priority, not {policy!r}")
         self._by_priority = policy == "priority"
-        self._heap: list[tuple[int, int, Request]] = []
+        self._heap: list[tuple[float, int, Request]] = []
         self._members: dict[str, Request] = {}
 
-    def _key(self, request: Request) -> tuple[int, int, Request]:
-        return (request.priority if self._by_priority else 0, request.order, request)
+    def key(self, request: Request) -> tuple[float, int]:
+        """Smaller is served first, and preempted last; no two requests have the same."""
+        return (request.arrival + request.priority * PATIENCE if self._by_priority else 0.0, request.order)
 
     def push(self, request: Request) -> None:
         self._members[request.id] = request
-        heapq.heappush(self._heap, self._key(request))
+        heapq.heappush(self._heap, (*self.key(request), request))
 
     def peek(self) -> Request | None:
         """The request to be admitted next."""

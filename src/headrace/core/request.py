@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from array import array
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -43,6 +44,9 @@ class Request:
     choice: int = 0
     priority: int = 0  # lower is served first
     bad_words: BadWords | None = None  # resolved from params.bad_words
+    cache_salt: str | None = None  # prefixes are shared within a salt only
+    adapter: str | None = None  # and within an adapter
+    leader: Request | None = field(default=None, repr=False)  # a request with the same prompt, whose blocks are shared
     arrival: float = field(default_factory=time.monotonic)
     order: int = field(default_factory=lambda: next(_arrivals))  # total order of arrival
 
@@ -54,6 +58,9 @@ class Request:
     num_pending: int = field(default=0, init=False)
     num_slots: int = field(default=0, init=False)  # tokens that the blocks held have room for
     num_preemptions: int = field(default=0, init=False)
+    num_cached: int = field(default=0, init=False)  # prompt tokens found in the prefix cache when first admitted
+    num_entered: int = field(default=0, init=False)  # blocks of this stay that the prefix cache knows
+    block_keys: list[bytes] = field(default_factory=list, init=False, repr=False)  # chained keys of its full blocks
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list, init=False)  # of positions 1, 2 ... so far
     finish_reason: FinishReason | None = field(default=None, init=False)
 
@@ -88,11 +95,15 @@ class Request:
     def finished(self) -> bool:
         return self.finish_reason is not None
 
+    def token_bytes(self, start: int, end: int) -> bytes:
+        """Tokens start..end-1 as int32, little endian."""
+        return array("i", self.token_ids[start:end]).tobytes()
+
     def leave_table(self) -> None:
         """Forget the row and everything computed (preemption, end); steps in flight no longer count."""
         self.row = -1
         self.epoch += 1
-        self.num_computed = self.num_in_flight = self.num_pending = self.num_slots = 0
+        self.num_computed = self.num_in_flight = self.num_pending = self.num_slots = self.num_entered = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from headrace.core.kv_manager import KVCacheManager
+from headrace.core.kv_manager import NO_HIT, KVCacheManager, PrefixHit
 from headrace.core.plan import Admit, NewBlocks, StepPlan, StepResult, TokenLogprobs
+from headrace.core.prefix import Miss
 from headrace.core.queue import RequestQueue
 from headrace.core.request import FinishReason, Request, RequestError, TokenOutput
 from headrace.core.stop import accept_tokens
@@ -34,6 +35,16 @@ class SchedulerLimits:
     policy: str = "fcfs"
 
 
+@dataclass(frozen=True)
+class PrefixUse:
+    """What the prefix cache did for a request when it was first admitted."""
+
+    request_id: str
+    num_tokens: int  # known then
+    num_cached: int  # of them, found computed
+    miss: Miss | None  # why not more
+
+
 @dataclass
 class StepTrace:
     """What the scheduler saw and refused while making one plan; for the ledger."""
@@ -42,6 +53,7 @@ class StepTrace:
     num_waiting: int = 0
     refusals: list[str] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
+    prefixes: list[PrefixUse] = field(default_factory=list)  # of the requests admitted for the first time
 
 
 @dataclass
@@ -56,6 +68,7 @@ class _Draft:
     prefilling: list[Request] = field(default_factory=list)  # running, with more than a token to go; oldest first
     admits: list[Admit] = field(default_factory=list)
     new_blocks: list[NewBlocks] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
 
 
 def _output(request: Request, taken: list[int], logprobs: list[TokenLogprobs] | None) -> TokenOutput:
@@ -87,6 +100,7 @@ class Scheduler:
         self._free_rows = deque(range(limits.max_num_seqs))
         self._released: list[int] = []  # rows to be told in the next plan
         self._in_flight: dict[int, list[tuple[Request, int]]] = {}  # step -> the request and epoch of each span
+        self._followers: dict[str, list[Request]] = {}  # requests that wait for a leader's prompt to be computed
         self._next_step = 0
         self._committed = -1
 
@@ -96,18 +110,22 @@ class Scheduler:
         """Queue a request; RequestError if it could never run."""
         if request.id in self._requests:
             raise RequestError(f"request id {request.id!r} is in use; every request needs its own")
-        limit = min(self.limits.max_model_len, self.kv.max_tokens)
+        limit = min(self.limits.max_model_len, self.kv.layout.num_tokens)
         if request.prompt_len == 0:
             raise RequestError("the prompt has no tokens; give at least one")
         if request.prompt_len >= limit:
             raise RequestError(
                 f"the prompt has {request.prompt_len} tokens and at least one must be generated, but at most {limit} "
-                f"fit (max_model_len {self.limits.max_model_len}, KV cache {self.kv.max_tokens}); shorten the prompt "
-                "or raise max_model_len / kv_cache"
+                f"fit (max_model_len {self.limits.max_model_len}, KV cache {self.kv.layout.num_tokens}); "
+                "shorten the prompt or raise max_model_len / kv_cache"
             )
         request.max_new_tokens = min(request.max_new_tokens, limit - request.prompt_len)
         self._requests[request.id] = request
-        self.waiting.push(request)
+        leader = request.leader
+        if leader is not None and leader.id in self._requests and leader.num_output == 0:
+            self._followers.setdefault(leader.id, []).append(request)
+        else:
+            self.waiting.push(request)
 
     def abort(self, request_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT) -> list[TokenOutput]:
         """End requests wherever they are and free what they hold; unknown ids are ignored."""
@@ -150,6 +168,7 @@ class Scheduler:
             spans=np.array(draft.spans, np.int32).T,
             admits=tuple(admit for admit in draft.admits if self._requests[admit.request_id].row == admit.row),
             new_blocks=tuple(draft.new_blocks),
+            block_copies=tuple(draft.copies),
             released=tuple(self._released),
             yields=np.array(draft.yields, bool),
         )
@@ -171,7 +190,7 @@ class Scheduler:
     def _make_room(self, request: Request, num_tokens: int, draft: _Draft) -> bool:
         """Blocks for the first `num_tokens` tokens, preempting the youngest others; False if it must wait."""
         while True:
-            news = self.kv.allocate(request, num_tokens)
+            news = self.kv.allocate(request, num_tokens, draft.copies)
             if news is not None:
                 draft.new_blocks.extend(news)
                 return True
@@ -194,41 +213,59 @@ class Scheduler:
         """Give rows to waiting requests, oldest first, while the step has work for them and memory holds them."""
         prefilling = [r for r in draft.prefilling if r.row >= 0]
         demand = sum(min(r.num_unscheduled, self._share) for r in prefilling)
-        promised = sum(self.kv.shortfall(r, len(r.token_ids)) for r in prefilling)
+        promised = sum(self.kv.promised(r) for r in prefilling)
         while demand < draft.budget and (request := self.waiting.peek()) is not None:
-            need = self.kv.blocks_for(len(request.token_ids) + 1)
-            spare = len(self.running)  # one block for each that is growing already
             if not self._free_rows:
                 self.trace.refusals.append(f"request {request.id} not admitted: all rows are taken (max_num_seqs)")
                 return
-            if need + promised + spare > self.kv.pool.num_free and self.running:
+            hit = self._find_prefix(request)
+            need = max(0, self.kv.layout.blocks_for(len(request.token_ids) + 1) - hit.num_blocks) + hit.num_free
+            free, spare = self.kv.pool.num_free, len(self.running)  # one block for each that is growing already
+            if need + promised + spare > free and self.running:
                 self.trace.refusals.append(
-                    f"request {request.id} not admitted: needs {need} blocks, {self.kv.pool.num_free} free of which "
-                    f"{promised} are promised to prompts in progress and {spare} kept for running requests to grow"
+                    f"request {request.id} not admitted: needs {need} blocks, {free} free of which {promised} are "
+                    f"promised to prompts in progress and {spare} kept for running requests to grow"
                 )
                 return
-            if need > self.kv.pool.num_free:  # nothing runs, yet blocks are still waiting for steps in flight
+            if need > free:  # nothing runs, yet blocks are still waiting for steps in flight
                 return
             self.waiting.pop()
-            request.row = self._free_rows.popleft()
-            self._insert_by_age(request)
-            draft.prefilling.append(request)
-            draft.admits.append(
-                Admit(
-                    row=request.row,
-                    request_id=request.id,
-                    token_ids=list(request.token_ids),
-                    prompt_len=request.prompt_len,
-                    num_computed=0,
-                    params=request.params,
-                    seed=request.seed,
-                    choice=request.choice,
-                    stop_ids=request.stop_ids,
-                    bad_words=request.bad_words,
-                )
-            )
+            self._enter_table(request, hit, draft)
             demand += min(request.num_unscheduled, self._share)
-            promised += need
+            promised += self.kv.promised(request)
+        if draft.admits:
+            draft.prefilling.sort(key=self._age)
+
+    def _find_prefix(self, request: Request) -> PrefixHit:
+        """What of the request is computed already: known blocks, or those of the leader that has its prompt."""
+        if request.leader is not None and not request.num_output:
+            fork = self.kv.match_fork(request.leader, request, request.prompt_len - 1)
+            if fork is not None:
+                return fork
+        return NO_HIT if request.wants_prompt_logprobs else self.kv.match(request)
+
+    def _enter_table(self, request: Request, hit: PrefixHit, draft: _Draft) -> None:
+        request.row = self._free_rows.popleft()
+        self._insert_by_age(request)
+        draft.new_blocks += self.kv.adopt(request, hit)
+        draft.prefilling.append(request)
+        draft.admits.append(
+            Admit(
+                row=request.row,
+                request_id=request.id,
+                token_ids=list(request.token_ids),
+                prompt_len=request.prompt_len,
+                num_computed=request.num_computed,
+                params=request.params,
+                seed=request.seed,
+                choice=request.choice,
+                stop_ids=request.stop_ids,
+                bad_words=request.bad_words,
+            )
+        )
+        if not request.epoch:  # what is computed again after a preemption is no hit
+            request.num_cached = hit.num_tokens
+            self.trace.prefixes.append(PrefixUse(request.id, len(request.token_ids), hit.num_tokens, hit.miss))
 
     def _schedule_prefills(self, draft: _Draft) -> None:
         if len(draft.prefilling) > 1:
@@ -276,15 +313,27 @@ class Scheduler:
             if index in result.errors:
                 outputs.append(TokenOutput(request.id, [], FinishReason.ERROR, result.errors[index]))
                 self._end(request, FinishReason.ERROR)
-            elif yields[index]:
+                continue
+            if yields[index]:
                 request.num_computed -= drafts[index] - result.num_accepted[index]
                 request.num_pending -= 1 + drafts[index]
                 taken = accept_tokens(request, result.tokens[index])
                 outputs.append(_output(request, taken, result.logprobs.get(index)))
-                if request.finish_reason is not None:
-                    self._end(request, request.finish_reason)
+                self._queue_followers(request)
+            self._remember(request)
+            if request.finish_reason is not None and request.row >= 0:
+                self._end(request, request.finish_reason)
         self._committed = plan.step_id
         return outputs
+
+    def _remember(self, request: Request) -> None:
+        """Let the KV manager know what has been computed, a block at a time."""
+        if request.num_computed // self.kv.layout.block_size > request.num_entered:
+            self.kv.advance(request, after_step=self._next_step - 1)
+
+    def _queue_followers(self, leader: Request) -> None:
+        for follower in self._followers.pop(leader.id, ()):
+            self.waiting.push(follower)
 
     # -- bookkeeping
 
@@ -293,8 +342,8 @@ class Scheduler:
         """Tokens of a step kept for the prompts with the least left, so that they need not wait behind long ones."""
         return max(1, self.limits.max_num_batched_tokens // 4)
 
-    def _age(self, request: Request) -> tuple[int, int]:
-        return (request.priority if self.limits.policy == "priority" else 0, request.order)
+    def _age(self, request: Request) -> tuple[float, int]:
+        return self.waiting.key(request)
 
     def _insert_by_age(self, request: Request) -> None:
         index = len(self.running)
@@ -322,16 +371,19 @@ class Scheduler:
     def _end(self, request: Request, reason: FinishReason) -> None:
         request.finish_reason = reason
         del self._requests[request.id]
+        self._queue_followers(request)
         if request.row >= 0:
             self._leave(request)
-        else:
-            self.waiting.remove(request.id)
+        elif not self.waiting.remove(request.id):
+            followers = self._followers[request.leader.id]  # type: ignore[union-attr]
+            followers.remove(request)
 
     def check(self) -> None:
         """The full account of rows, requests and blocks; raises AssertionError when something is lost."""
         self.kv.check()
         rows = [request.row for request in self.running]
         assert sorted(rows + list(self._free_rows)) == list(range(self.limits.max_num_seqs)), "a row is lost"
-        assert len(self.running) + len(self.waiting) == len(self._requests), "a request is lost"
+        followers = sum(map(len, self._followers.values()))
+        assert len(self.running) + len(self.waiting) + followers == len(self._requests), "a request is lost"
         if not self._requests:
             assert self.kv.pool.num_held == 0, f"{self.kv.pool.num_held} blocks are held by nobody"

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from headrace import ops
 from headrace.core.plan import TokenLogprobs
-from headrace.ops.noise import gumbel_noise
 from headrace.ops.xp import Array, namespace
 from headrace.sampling.logprobs import by_span, token_logprobs
 from headrace.sampling.stages import LogitsStage, default_stages
@@ -64,7 +64,7 @@ class Sampler:
         if warm.shape[0]:
             rows = batch.rows[warm]
             ids = xp.arange(logits.shape[1], dtype=xp.int64)
-            noise = gumbel_noise(
+            noise = ops.gumbel_noise(
                 ids,
                 xp.asarray(batch.positions[warm], dtype=xp.int64),
                 xp.asarray(batch.table.seed[rows]),

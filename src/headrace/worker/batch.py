@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from headrace import ops
 from headrace.core.plan import StepPlan
-from headrace.ops.build_step import build_step
 from headrace.ops.xp import Array
 from headrace.worker.table import RequestTable
 
@@ -60,7 +60,7 @@ class BatchBuilder:
     def build(self, plan: StepPlan, key: ShapeKey) -> StepBatch:
         """The arrays of `plan`; call after `table.apply(plan)`."""
         table, rows, lengths = self._table, plan.rows, plan.lengths
-        token_ids, positions, query_start, seq_lens, slots = build_step(
+        token_ids, positions, query_start, seq_lens, slots = ops.build_step(
             rows, lengths, plan.num_tokens, table.token_ids, table.num_computed, table.block_tables, self._block_size
         )
         # a span that reaches the end of its row's tokens wants the logits of its last 1 + num_drafts positions

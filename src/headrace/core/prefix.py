@@ -1,0 +1,130 @@
+"""Prefix cache: which computed blocks hold which tokens, and why a prompt did not find its own.
+
+A full block is known by a 128-bit key that hashes its parent's key and its own tokens; the first parent is the key of a
+namespace (salt, adapter). So equal keys mean equal tokens from the first on, in the same namespace. Blocks are entered
+when their tokens have been computed and accepted, never before; they stay known while free, until they are taken for
+something else (evicted). Design: vLLM's hash-chained blocks, with the reason of each miss kept.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from headrace.core.request import Request
+
+KEY_BYTES = 16
+_REMEMBERED_EVICTIONS = 1 << 16
+_NO_BLOCKS: dict[int, int] = {}
+
+
+def namespace_key(salt: str | None, adapter: str | None) -> bytes:
+    """The parent of a first block. An empty salt is no salt; a salt and an adapter of one name do not meet."""
+    parts = [(salt or "").encode(), (adapter or "").encode()]
+    return blake2b(b"".join(len(part).to_bytes(8, "little") + part for part in parts), digest_size=KEY_BYTES).digest()
+
+
+def block_key(parent: bytes, tokens: bytes) -> bytes:
+    """Key of a block of `tokens` (int32, little endian) after the block `parent`."""
+    return blake2b(parent + tokens, digest_size=KEY_BYTES).digest()
+
+
+@dataclass(frozen=True)
+class Miss:
+    """Why a prefix match ended where it did."""
+
+    position: int  # first token that has to be computed
+    reason: str
+
+
+@dataclass
+class _Entry:
+    blocks: dict[int, int]  # group -> block
+    parent: bytes
+    tokens: bytes
+
+
+class PrefixIndex:
+    """Blocks by key, for each layer group."""
+
+    def __init__(self) -> None:
+        self._entries: dict[bytes, _Entry] = {}
+        self._key_of: dict[int, tuple[bytes, int]] = {}  # block -> (key, group)
+        self._children: dict[bytes, set[bytes]] = {}  # parent -> keys that follow it
+        self._evicted: OrderedDict[bytes, int] = OrderedDict()  # key -> count of evictions when it went
+        self.num_evictions = 0
+
+    def __len__(self) -> int:
+        """Blocks known."""
+        return len(self._key_of)
+
+    def blocks(self, key: bytes) -> dict[int, int]:
+        """Blocks that hold the tokens of `key`, by layer group."""
+        entry = self._entries.get(key)
+        return _NO_BLOCKS if entry is None else entry.blocks
+
+    def known(self, block: int) -> bool:
+        return block in self._key_of
+
+    def enter(self, block: int, group: int, key: bytes, parent: bytes, tokens: bytes) -> None:
+        """Make a computed block known; if another block already holds the same, that one stays."""
+        entry = self._entries.get(key)
+        if entry is None:
+            entry = self._entries[key] = _Entry({}, parent, tokens)
+            self._children.setdefault(parent, set()).add(key)
+            self._evicted.pop(key, None)
+        if entry.blocks.setdefault(group, block) == block:
+            self._key_of[block] = (key, group)
+
+    def forget(self, block: int) -> None:
+        """A block is about to hold something else."""
+        place = self._key_of.pop(block, None)
+        if place is None:
+            return
+        key, group = place
+        entry = self._entries[key]
+        del entry.blocks[group]
+        if entry.blocks:
+            return
+        del self._entries[key]
+        siblings = self._children[entry.parent]
+        siblings.discard(key)
+        if not siblings:
+            del self._children[entry.parent]
+        self.num_evictions += 1
+        self._evicted[key] = self.num_evictions
+        if len(self._evicted) > _REMEMBERED_EVICTIONS:
+            self._evicted.popitem(last=False)
+
+    def explain(self, parent: bytes, key: bytes, tokens: bytes, start: int) -> Miss:
+        """Why the block `key` of `tokens`, whose first token stands at `start`, was not found after `parent`."""
+        if key in self._evicted:
+            ago = self.num_evictions - self._evicted[key]
+            return Miss(start, f"the block at token {start} was evicted ({ago} evictions ago); a larger kv_cache keeps it")
+        if key in self._entries:
+            return Miss(start, f"the block at token {start} is kept for some layer groups only")
+        best = -1
+        for sibling in self._children.get(parent, ()):
+            other = self._entries[sibling].tokens
+            same = next((i for i in range(0, len(tokens), 4) if tokens[i : i + 4] != other[i : i + 4]), len(tokens)) // 4
+            best = max(best, same)
+        if best >= 0:
+            return Miss(start + best, f"no known prompt goes on like this: the first other token is number {start + best}")
+        if start == 0:
+            return Miss(0, "nothing is known in this namespace (salt, adapter)")
+        return Miss(start, f"what is known of this prefix ends at token {start}")
+
+
+def extend_keys(request: Request, num_blocks: int, block_size: int) -> list[bytes]:
+    """The request's first `num_blocks` block keys, computing those it lacks; its tokens must be that many blocks."""
+    keys = request.block_keys
+    parent = keys[-1] if keys else namespace_key(request.cache_salt, request.adapter)
+    if len(keys) < num_blocks:
+        start = len(keys) * block_size
+        data = request.token_bytes(start, num_blocks * block_size)
+        width = block_size * 4
+        for offset in range(0, len(data), width):
+            parent = block_key(parent, data[offset : offset + width])
+            keys.append(parent)
+    return keys
