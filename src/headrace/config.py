@@ -33,6 +33,7 @@ class EngineArgs:
     max_num_batched_tokens: int | None = option(None, "most tokens in one step; longer prompts are cut into chunks")
     kv_cache: str | int | None = option(None, "size of the KV cache: bytes, 512MiB, 2GB, or 30% of free memory")
     block_size: int | None = option(None, "tokens in a block of KV cache")
+    prefix_caching: bool = option(True, "find prompts, or their beginnings, that are computed already")
     scheduling: Literal["fcfs", "priority"] = option("fcfs", "order in which waiting requests are admitted")
     attention_backend: str | None = option(None, "attention kernels to use instead of the selector's choice")
     steps_in_flight: int | None = option(None, "steps started before the first one's result is read (1 to 3)")
@@ -72,6 +73,7 @@ class EngineConfig:
     kv_cache_bytes: int  # upper bound; memory is touched as it is used
     block_size: int
     num_blocks: int
+    prefix_caching: bool
     scheduling: str
     steps_in_flight: int
     ledger: bool

@@ -29,12 +29,26 @@ class Choice:
 
 
 def kv_groups(spec: ModelSpec) -> tuple[KVGroup, ...]:
-    """Layers that see the same positions, together."""
+    """Layers that see the same positions, in groups of (nearly) one size.
+
+    Every block spans as many memory tensors as the largest group has layers, so a smaller group leaves memory unused:
+    15 window layers and 3 full ones make 5 groups and 1 of three layers, not a group of 15 and one of 3. Where the
+    numbers do not divide, the size is the one that costs least: slots of layers, used or not, and half a slot per
+    group for its block table and its metadata in every step.
+    """
     layers_of: dict[int | None, list[int]] = {}
     for layer in range(spec.num_layers):
         layers_of.setdefault(spec.window(layer), []).append(layer)
+    counts = [len(layers) for layers in layers_of.values()]
+
+    def cost(size: int) -> float:
+        return sum(-(-count // size) for count in counts) * (size + 0.5)
+
+    size = min(range(1, max(counts) + 1), key=cost)
     return tuple(
-        KVGroup(tuple(layers), spec.num_kv_heads, spec.head_dim, window) for window, layers in layers_of.items()
+        KVGroup(tuple(layers[first : first + size]), spec.num_kv_heads, spec.head_dim, window)
+        for window, layers in layers_of.items()
+        for first in range(0, len(layers), size)
     )
 
 
@@ -74,8 +88,8 @@ def resolve(args: EngineArgs, spec: ModelSpec, facts: CpuFacts) -> tuple[EngineC
         raise ConfigError(f"max_num_batched_tokens ({budget}) must be at least max_num_seqs ({seqs})")
     block = choose("block_size", args.block_size, _DEFAULT_BLOCK, "small blocks waste little memory")
     groups = kv_groups(spec)
-    one = KVLayout(groups, block, 1)
-    per_sequence = -(-max_len // block) * len(groups)
+    one = KVLayout(groups, block, 1, max_span=budget)
+    per_sequence = one.blocks_for(max_len)
     if args.kv_cache is not None:
         size = parse_bytes(args.kv_cache, facts.available_memory, "kv_cache")
         reason = "as asked"
@@ -93,8 +107,8 @@ def resolve(args: EngineArgs, spec: ModelSpec, facts: CpuFacts) -> tuple[EngineC
             f"kv_cache {_human(size)} holds {num_blocks} blocks of {block} tokens ({_human(one.block_bytes)} each); "
             f"at least {len(groups) * 2} are needed"
         )
-    layout = KVLayout(groups, block, num_blocks)
-    choices.append(Choice("kv_cache", f"{_human(size)}, {layout.num_tokens} tokens", reason))
+    layout = KVLayout(groups, block, num_blocks, max_span=budget)
+    choices.append(Choice("kv_cache", f"{_human(size)}, {num_blocks} blocks of {block} tokens", reason))
     if layout.num_tokens < max_len:
         if args.max_model_len is not None and args.kv_cache is not None:
             raise ConfigError(
@@ -104,7 +118,22 @@ def resolve(args: EngineArgs, spec: ModelSpec, facts: CpuFacts) -> tuple[EngineC
         max_len = layout.num_tokens
         choices.append(Choice("max_model_len", str(max_len), "what the KV cache holds"))
     depth = choose("steps_in_flight", args.steps_in_flight, 1, "a CPU has nothing to overlap with")
+    choices.append(
+        Choice("prefix_caching", str(args.prefix_caching), "finding a prefix costs less than computing it")
+        if args.prefix_caching
+        else Choice("prefix_caching", "False", "as asked")
+    )
     config = EngineConfig(
-        mode, max_len, seqs, budget, size, block, num_blocks, args.scheduling, depth, args.ledger
+        mode=mode,
+        max_model_len=max_len,
+        max_num_seqs=seqs,
+        max_num_batched_tokens=budget,
+        kv_cache_bytes=size,
+        block_size=block,
+        num_blocks=num_blocks,
+        prefix_caching=args.prefix_caching,
+        scheduling=args.scheduling,
+        steps_in_flight=depth,
+        ledger=args.ledger,
     )
     return config, layout, choices

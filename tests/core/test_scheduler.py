@@ -299,9 +299,9 @@ def test_every_miss_is_explained():
 
     assert "nothing is known" in miss(make_request("a", prompt, 1)).reason
     assert miss(make_request("b", prompt, 1)) is None
-    changed = prompt[:10] + [77] + prompt[11:]
+    changed = [*prompt[:10], 77, *prompt[11:]]
     found = miss(make_request("c", changed, 1))
-    assert found.position == 10 and "number 10" in found.reason
+    assert found.position == 10 and "at 10" in found.reason
     found = miss(make_request("d", prompt, 1, cache_salt="other"))
     assert found.position == 0 and "nothing is known in this namespace" in found.reason
     miss(make_request("e", list(range(40, 80)), 8))  # takes every block

@@ -4,9 +4,9 @@ import json
 import re
 
 import pytest
-from tiny import write_tiny_llama
 
 from headrace.cli.main import main
+from tiny import write_tiny_llama
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,8 @@
     table of a full group:    | b0 | b1 | b2 | b3 |
     table of a window group:  |  - |  - | b7 | b4 |        - : out of every later query's reach, given back
 
-Ownership: a block in a table carries one reference of that table. Blocks that several tables hold (a prefix hit, a fork)
-are never written: a request that is to write into one gets a copy first.
+Ownership: a block in a table carries one reference of that table. Whoever adopts blocks (a prefix hit, a fork) never
+writes into them while others hold them: it gets a copy first.
 """
 
 from __future__ import annotations
@@ -171,15 +171,15 @@ class KVCacheManager:
     def _longest_with_windows(self, found: list[dict[int, int]]) -> int:
         """The most blocks of `found` such that every window group has those that its window reaches from their end."""
         best = len(found)
+        runs = []  # (window, for each number of blocks: how many of the last are known without a gap)
         for group, window in enumerate(self._windows):
-            if window is None:
-                continue
-            runs, run = [0], 0
-            for blocks in found:
-                run = run + 1 if group in blocks else 0
-                runs.append(run)
-            while best and runs[best] < best - max(0, best * self._size - window + 1) // self._size:
-                best -= 1
+            if window is not None:
+                run = [0]
+                for blocks in found:
+                    run.append(run[-1] + 1 if group in blocks else 0)
+                runs.append((window, run))
+        while any(run[best] < best - max(0, best * self._size - window + 1) // self._size for window, run in runs):
+            best -= 1
         return best
 
     def match_fork(self, parent: Request, child: Request, num_tokens: int) -> PrefixHit | None:

@@ -101,16 +101,16 @@ class PrefixIndex:
         """Why the block `key` of `tokens`, whose first token stands at `start`, was not found after `parent`."""
         if key in self._evicted:
             ago = self.num_evictions - self._evicted[key]
-            return Miss(start, f"the block at token {start} was evicted ({ago} evictions ago); a larger kv_cache keeps it")
+            return Miss(start, f"the block at token {start} was evicted, {ago} evictions ago; a larger kv_cache keeps it")
         if key in self._entries:
             return Miss(start, f"the block at token {start} is kept for some layer groups only")
         best = -1
         for sibling in self._children.get(parent, ()):
             other = self._entries[sibling].tokens
-            same = next((i for i in range(0, len(tokens), 4) if tokens[i : i + 4] != other[i : i + 4]), len(tokens)) // 4
-            best = max(best, same)
+            unlike = (i for i in range(0, len(tokens), 4) if tokens[i : i + 4] != other[i : i + 4])
+            best = max(best, next(unlike, len(tokens)) // 4)
         if best >= 0:
-            return Miss(start + best, f"no known prompt goes on like this: the first other token is number {start + best}")
+            return Miss(start + best, f"no known prompt goes on like this: the first other token is at {start + best}")
         if start == 0:
             return Miss(0, "nothing is known in this namespace (salt, adapter)")
         return Miss(start, f"what is known of this prefix ends at token {start}")

@@ -1,8 +1,8 @@
 """Admission order of waiting requests: a heap with removal in O(1).
 
-A preempted request keeps its arrival, so it comes back before everything younger: no storms. A priority is a head start:
-each step down stands for PATIENCE seconds of waiting, so whoever waits long enough comes before newcomers of any class,
-and nobody starves.
+A preempted request keeps its arrival, so it comes back before everything younger: no storms. A priority is a head
+start: each step down stands for PATIENCE seconds of waiting, so whoever waits long enough comes before newcomers of any
+class, and nobody starves.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import heapq
 from collections.abc import Iterator
 
 from headrace.core.request import Request
-
 
 PATIENCE = 30.0  # seconds that one step of priority is worth
 

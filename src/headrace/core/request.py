@@ -116,3 +116,4 @@ class TokenOutput:
     error: str | None = None  # with FinishReason.ERROR: what happened
     logprobs: list[TokenLogprobs] | None = None  # of each new token, if asked for
     prompt_logprobs: list[TokenLogprobs] | None = None  # of the prompt's second token on; with the first new token
+    num_cached: int = 0  # prompt tokens that the prefix cache had

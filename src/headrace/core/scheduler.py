@@ -77,6 +77,7 @@ def _output(request: Request, taken: list[int], logprobs: list[TokenLogprobs] | 
         request.id,
         taken,
         request.finish_reason,
+        num_cached=request.num_cached,
         logprobs=None if logprobs is None else logprobs[: len(taken)],
         prompt_logprobs=request.prompt_logprobs if first else None,
     )

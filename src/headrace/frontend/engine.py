@@ -63,9 +63,8 @@ class Engine:
             self.config.max_model_len,
             self.config.scheduling,
         )
-        self._core = EngineCore(
-            Scheduler(limits, KVCacheManager(layout)), self._executor, self.config.steps_in_flight, observer
-        )
+        scheduler = Scheduler(limits, KVCacheManager(layout, self.config.prefix_caching))
+        self._core = EngineCore(scheduler, self._executor, self.config.steps_in_flight, observer)
         self._input = InputProcessor(self.tokenizer, self.spec, self.config.max_model_len)
         self._streams: dict[str, ChoiceStream] = {}  # core request id -> its choice
         self._ids = itertools.count()
@@ -99,12 +98,15 @@ class Engine:
         request_id: str | None = None,
         add_special: bool = True,
         priority: int = 0,
+        cache_salt: str | None = None,
     ) -> RequestOutput:
         """Queue a prompt (text or token ids); its output fills as the engine steps. RequestError if it cannot be
-        served, and then nothing is queued."""
+        served, and then nothing is queued. Lower priorities are served first; prefixes are shared within a salt."""
         params = params if params is not None else self.default_params
         request_id = request_id if request_id is not None else f"r{next(self._ids)}"
-        prepared = self._input.prepare(request_id, prompt, params, add_special=add_special, priority=priority)
+        prepared = self._input.prepare(
+            request_id, prompt, params, add_special=add_special, priority=priority, cache_salt=cache_salt
+        )
         output = RequestOutput(
             request_id, prepared.prompt, prepared.token_ids, [CompletionOutput(i) for i in range(params.num_choices)]
         )
@@ -154,4 +156,4 @@ class Engine:
         self._executor.stop()
 
 
-_GENERATION = ("temperature", "top_k", "top_p", "min_p")
+_GENERATION = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")

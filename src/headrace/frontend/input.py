@@ -43,7 +43,14 @@ class InputProcessor:
         return ids
 
     def prepare(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, *, add_special: bool = True, priority: int = 0
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        add_special: bool = True,
+        priority: int = 0,
+        cache_salt: str | None = None,
     ) -> Prepared:
         """Requests `request_id` (one choice) or `request_id/0`, `request_id/1` ... for a prompt. RequestError names
         what in `params` this model cannot do."""
@@ -60,20 +67,23 @@ class InputProcessor:
             params = params.with_(logprobs=0)  # best_of compares them
         later = params.with_(prompt_logprobs=None)  # every choice has the same prompt: the first one reports it
         seed = params.seed if params.seed is not None else int.from_bytes(os.urandom(8), "little", signed=True)
-        requests = [
-            Request(
-                id=request_id if params.num_choices == 1 else f"{request_id}/{choice}",
-                prompt_token_ids=ids,
-                params=later if choice else params,
-                max_new_tokens=params.max_tokens or self._max_model_len,
-                stop_ids=stop_ids,
-                seed=seed,
-                choice=choice,
-                priority=priority,
-                bad_words=bad_words,
+        requests: list[Request] = []
+        for choice in range(params.num_choices):
+            requests.append(
+                Request(
+                    id=request_id if params.num_choices == 1 else f"{request_id}/{choice}",
+                    prompt_token_ids=ids,
+                    params=later if choice else params,
+                    max_new_tokens=params.max_tokens or self._max_model_len,
+                    stop_ids=stop_ids,
+                    seed=seed,
+                    choice=choice,
+                    priority=priority,
+                    bad_words=bad_words,
+                    cache_salt=cache_salt,
+                    leader=requests[0] if choice else None,  # shares its prompt's blocks
+                )
             )
-            for choice in range(params.num_choices)
-        ]
         return Prepared(prompt if isinstance(prompt, str) else None, ids, requests)
 
     def _check_ids(self, name: str, ids: Iterable[int]) -> None:

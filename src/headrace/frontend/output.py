@@ -42,6 +42,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # of each prompt token, if asked for; of the first, None
+    num_cached_tokens: int = 0  # of the prompt: found in the prefix cache
 
     @property
     def finished(self) -> bool:
@@ -97,6 +98,8 @@ class ChoiceStream:
         choice, shown, taken = self.choice, "", []
         if news.prompt_logprobs is not None:
             self.output.prompt_logprobs = [None, *news.prompt_logprobs]
+        if not choice.token_ids and choice.index == 0:
+            self.output.num_cached_tokens = news.num_cached
         for position, token in enumerate(news.token_ids):
             taken.append(token)
             choice.token_ids.append(token)
