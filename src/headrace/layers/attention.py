@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
+
 from headrace import ops
 from headrace.attention.base import LayerAttention
 from headrace.layers.linear import Linear, MergedLinear, Shard, Split
@@ -19,51 +21,61 @@ Attend = Callable[[int, Array, Array, Array], Array]
 
 
 class Attention:
-    """Self-attention with rotary positions, grouped heads and, where the model has them, norms of q and k."""
+    """Self-attention with rotary positions, grouped heads and, where the spec says so, norms of q and k, and sinks."""
 
     def __init__(self, spec: ModelSpec, source: WeightSource, prefix: str, scheme: QuantScheme, layer: int):
         self.index = layer
         self.num_heads, self.num_kv_heads, self.head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
         self.q_size, self.kv_size = spec.q_size, spec.kv_size
+        self.sinks = None
+        if spec.attention_sinks:
+            self.sinks = np.ascontiguousarray(source.take(f"{prefix}.sinks", (spec.num_heads,)), np.float32)
         self.settings = LayerAttention(
-            scale=spec.head_dim**-0.5,
+            scale=spec.head_dim**-0.5 if spec.attention_scale is None else spec.attention_scale,
             num_heads=spec.num_heads,
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
             window=spec.window(layer),
+            soft_cap=spec.attention_soft_cap,
+            sinks=self.sinks,
         )
-        self.qkv = MergedLinear(
-            source,
-            [
-                Shard(f"{prefix}.q_proj", spec.q_size, spec.qkv_bias),
-                Shard(f"{prefix}.k_proj", spec.kv_size, spec.qkv_bias),
-                Shard(f"{prefix}.v_proj", spec.kv_size, spec.qkv_bias),
-            ],
-            spec.hidden_size,
-            scheme,
-        )
+        sizes = {"q_proj": spec.q_size, "k_proj": spec.kv_size, "v_proj": spec.kv_size}
+        if spec.fused_projections:
+            sizes = {"qkv_proj": spec.q_size + 2 * spec.kv_size}
+        shards = [Shard(f"{prefix}.{name}", size, spec.qkv_bias) for name, size in sizes.items()]
+        self.qkv = MergedLinear(source, shards, spec.hidden_size, scheme)
         self.out = Linear(
             source, Shard(f"{prefix}.o_proj", spec.hidden_size, spec.output_bias), spec.q_size, scheme, Split.ROW
         )
         self.norms: tuple[RMSNorm, ...] = ()
         if spec.qk_norm:
-            names = (f"{prefix}.q_norm.weight", f"{prefix}.k_norm.weight")
-            self.norms = tuple(RMSNorm(source, name, spec.head_dim, spec.norm_eps) for name in names)
+            norm_sizes = (spec.q_size, spec.kv_size) if spec.qk_norm_whole else (spec.head_dim, spec.head_dim)
+            self.norms = tuple(
+                RMSNorm(source, f"{prefix}.{name}.weight", size, spec.norm_eps, spec.norm_offset)
+                for name, size in zip(("q_norm", "k_norm"), norm_sizes, strict=True)
+            )
         source.ignore(f"{prefix}.rotary_emb.inv_freq")  # old checkpoints store what layers/rope.py computes
 
     def __call__(self, x: Array, cos: Array, sin: Array, attend: Attend) -> Array:
         """x [T, H] -> [T, H]; cos and sin [T, R/2] are those of the tokens' positions."""
         qkv = self.qkv(x)
         rotated = self.q_size + self.kv_size
+        q, k, v = qkv[:, : self.q_size], qkv[:, self.q_size : rotated], qkv[:, rotated:]
+        for norm, part in zip(self.norms, (q, k), strict=False):
+            groups = part.reshape(part.shape[0], -1, norm.size)  # a view: each head, or all of them at once
+            norm(groups, out=groups)
         heads = qkv[:, :rotated].reshape(-1, self.num_heads + self.num_kv_heads, self.head_dim)  # a view of q and k
-        if self.norms:
-            q_heads, k_heads = heads[:, : self.num_heads], heads[:, self.num_heads :]
-            self.norms[0](q_heads, out=q_heads)
-            self.norms[1](k_heads, out=k_heads)
         ops.rope(heads, cos, sin, out=heads)
-        mixed = attend(self.index, qkv[:, : self.q_size], qkv[:, self.q_size : rotated], qkv[:, rotated:])
+        mixed = attend(self.index, q, k, v)
         return self.out(mixed)
 
     @property
-    def linears(self) -> tuple[MergedLinear, ...]:
-        return (self.qkv, self.out)
+    def num_parameters(self) -> int:
+        sinks = 0 if self.sinks is None else self.num_heads
+        norms = sum(norm.num_parameters for norm in self.norms)
+        return self.qkv.num_parameters + self.out.num_parameters + norms + sinks
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes that one call reads of the linear layers."""
+        return self.qkv.weight_bytes + self.out.weight_bytes

@@ -10,21 +10,29 @@ from headrace.ops.xp import Array
 
 
 class Embedding:
-    """One vector per token id."""
+    """One vector per token id, multiplied by `scale`."""
 
-    def __init__(self, source: WeightSource, name: str, vocab_size: int, hidden_size: int):
+    def __init__(self, source: WeightSource, name: str, vocab_size: int, hidden_size: int, scale: float = 1.0):
+        self.scale = scale
         self.weight = np.ascontiguousarray(source.take(name, (vocab_size, hidden_size)), np.float32)
 
     def __call__(self, token_ids: Array) -> Array:
         """token_ids [T] -> float32 [T, H], fresh memory."""
-        return ops.embedding(token_ids, self.weight)
+        vectors = ops.embedding(token_ids, self.weight)
+        return vectors if self.scale == 1.0 else ops.scale(vectors, self.scale, out=vectors)
 
 
 class LMHead:
-    """Scores of every token: the embedding's own matrix if `tied`, whatever the checkpoint holds beside it."""
+    """Scores of every token: the embedding's own matrix if `tied`, whatever the checkpoint holds beside it.
 
-    def __init__(self, source: WeightSource, name: str, embedding: Embedding, tied: bool):
+    With a `soft_cap` no score leaves -cap .. cap.
+    """
+
+    def __init__(
+        self, source: WeightSource, name: str, embedding: Embedding, tied: bool, soft_cap: float | None = None
+    ):
         self.tied = tied
+        self.soft_cap = soft_cap
         if tied:
             source.ignore(name)
             self.weight = embedding.weight
@@ -33,4 +41,5 @@ class LMHead:
 
     def __call__(self, hidden: Array, out: Array | None = None) -> Array:
         """hidden [L, H] -> float32 [L, V]."""
-        return ops.linear(hidden, self.weight, out=out)
+        logits = ops.linear(hidden, self.weight, out=out)
+        return logits if self.soft_cap is None else ops.soft_cap(logits, self.soft_cap, out=logits)

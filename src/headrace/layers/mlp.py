@@ -2,36 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from headrace import ops
 from headrace.layers.linear import Linear, MergedLinear, Shard, Split
 from headrace.layers.weights import WeightSource
 from headrace.models.spec import ModelSpec
+from headrace.ops.registry import Op
 from headrace.ops.xp import Array
 from headrace.quant.base import QuantScheme
 
-ACTIVATIONS: dict[str, Callable[..., Array]] = {
-    "silu": ops.silu_mul,
-    "gelu": ops.gelu_mul,
-    "gelu_tanh": ops.gelu_tanh_mul,
-}
+
+def activation(name: str) -> Op:
+    """The gated activation called `name`; ValueError lists those there are."""
+    if name not in ops.ACTIVATIONS:
+        raise ValueError(f"unknown activation {name!r}; there are: {', '.join(ops.ACTIVATIONS)}")
+    return ops.ACTIVATIONS[name]
 
 
 class GatedMLP:
     """down(activation(gate(x)) * up(x)); gate and up are one product."""
 
     def __init__(self, spec: ModelSpec, source: WeightSource, prefix: str, scheme: QuantScheme):
-        if spec.activation not in ACTIVATIONS:
-            raise ValueError(f"unknown activation {spec.activation!r}; there are: {', '.join(ACTIVATIONS)}")
-        self.activation = ACTIVATIONS[spec.activation]
+        self.activation = activation(spec.activation)
         inner, bias = spec.intermediate_size, spec.mlp_bias
-        self.gate_up = MergedLinear(
-            source,
-            [Shard(f"{prefix}.gate_proj", inner, bias), Shard(f"{prefix}.up_proj", inner, bias)],
-            spec.hidden_size,
-            scheme,
-        )
+        sizes = {"gate_up_proj": 2 * inner} if spec.fused_projections else {"gate_proj": inner, "up_proj": inner}
+        shards = [Shard(f"{prefix}.{name}", size, bias) for name, size in sizes.items()]
+        self.gate_up = MergedLinear(source, shards, spec.hidden_size, scheme)
         self.down = Linear(source, Shard(f"{prefix}.down_proj", spec.hidden_size, bias), inner, scheme, Split.ROW)
 
     def __call__(self, x: Array) -> Array:
@@ -39,5 +34,10 @@ class GatedMLP:
         return self.down(self.activation(self.gate_up(x)))
 
     @property
-    def linears(self) -> tuple[MergedLinear, ...]:
-        return (self.gate_up, self.down)
+    def num_parameters(self) -> int:
+        return self.gate_up.num_parameters + self.down.num_parameters
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes that one call reads of weights and biases."""
+        return self.gate_up.weight_bytes + self.down.weight_bytes

@@ -7,9 +7,11 @@ from functools import cache
 
 import numpy as np
 
-from headrace.ops.registry import op
+from headrace.ops.registry import Op, op
 from headrace.ops.xp import Array, emit, namespace
 
+SWIGLU_ALPHA = 1.702
+SWIGLU_LIMIT = 7.0
 _ERF_STEP = 1 / 256
 _ERF_LIMIT = 6.0  # erf is 1 in float32 from 3.9 on
 
@@ -42,6 +44,27 @@ def gelu_mul(x: Array, out: Array | None = None) -> Array:
     """gelu(gate) * up for x [T, 2I] = gate | up: [T, I], gelu(g) = g/2 * (1 + erf(g / sqrt 2))."""
     gate, up = _split(x)
     return emit(0.5 * gate * (1.0 + _erf(gate * math.sqrt(0.5))) * up, out)
+
+
+@op
+def swiglu_clamped_mul(x: Array, out: Array | None = None) -> Array:
+    """(up + 1) * gate * sigmoid(1.702 gate) for x [T, 2I] = gate | up: [T, I], with gate at most 7 and up in -7 .. 7.
+
+    Source: GPT-OSS's model card and reference code (OpenAI 2025).
+    """
+    gate, up = _split(x)
+    xp = namespace(x)
+    gate = xp.clip(gate, None, SWIGLU_LIMIT)
+    up = xp.clip(up, -SWIGLU_LIMIT, SWIGLU_LIMIT)
+    return emit(gate / (xp.exp(xp.clip(-SWIGLU_ALPHA * gate, None, 80.0)) + 1.0) * (up + 1.0), out)
+
+
+ACTIVATIONS: dict[str, Op] = {
+    "silu": silu_mul,
+    "gelu": gelu_mul,
+    "gelu_tanh": gelu_tanh_mul,
+    "swiglu_clamped": swiglu_clamped_mul,
+}
 
 
 @cache
