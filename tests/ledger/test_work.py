@@ -8,8 +8,8 @@ from ledger_cases import spans, spec
 
 from headrace.core.kv_layout import KVGroup, KVLayout
 from headrace.core.plan import StepPlan
-from headrace.ledger.work import StepWork, WorkModel, linear_params, num_logits
-from headrace.models.spec import ModelSpec
+from headrace.ledger.work import StepWork, WorkModel, expert_params, linear_params, num_logits, stored_params
+from headrace.models.spec import ModelSpec, MoESpec
 
 MODELS = {
     "full": spec(),
@@ -103,3 +103,21 @@ def test_large_counts_do_not_overflow() -> None:
     work = WorkModel(spec(), 1).work(big, 0)
     pairs = 64 * (8192 * 100_000 + 8192 * 8193 // 2)
     assert work.flops_attention == 4 * pairs * 4 * 4 * 8
+
+
+def test_experts_count_where_a_token_goes() -> None:
+    moe = MoESpec(num_experts=8, experts_per_token=2, intermediate_size=10, dense_layers=frozenset({1}))
+    model = spec(moe=moe, tie_word_embeddings=True)
+    hidden, inner = model.hidden_size, model.intermediate_size
+    attention = hidden * (model.q_size + 2 * model.kv_size) + model.q_size * hidden
+    expert, outside = 3 * hidden * 10, 4 * attention + 3 * hidden * inner + 3 * hidden * 8
+    assert linear_params(model) == outside + 3 * 2 * expert
+    assert expert_params(model) == 3 * 8 * expert and stored_params(model) == outside + 3 * 8 * expert
+    counter = WorkModel(model, 4 * (stored_params(model) + model.vocab_size * hidden))
+    assert counter.work(spans((0, 5)), 0).flops_linear == 2 * linear_params(model) * 5
+    # one token touches the experts it is sent to, many touch them all, a few some
+    assert counter.work(spans((0, 1)), 0).bytes_weights == pytest.approx(4 * linear_params(model))
+    assert counter.work(spans((0, 500)), 0).bytes_weights == pytest.approx(4 * stored_params(model))
+    touched = 1 - (6 / 8) ** 3
+    expected = 4 * (outside + touched * expert_params(model))
+    assert counter.work(spans((0, 2), (7, 1)), 0).bytes_weights == pytest.approx(expected)

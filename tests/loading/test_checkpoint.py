@@ -11,10 +11,11 @@ import pytest
 from safetensors.numpy import save_file
 
 from headrace.layers.weights import WeightSource
-from headrace.loading.checkpoint import GGUF_NAMES, LoadedCheckpoint, hf_name, open_checkpoint
+from headrace.loading.checkpoint import LoadedCheckpoint, open_checkpoint
 from headrace.loading.dummy import DummyCheckpoint, tensor_shapes
 from headrace.loading.errors import CheckpointError
 from headrace.loading.hf_config import spec_from_config
+from headrace.loading.names import GGUF_NAMES, hf_name
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

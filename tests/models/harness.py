@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from headrace.attention.reference import ReferenceAttention
-from headrace.core.kv_layout import KVGroup
 from headrace.layers.weights import WeightSource
 from headrace.models.blocks import CausalLM
 from headrace.models.registry import build_model
 from headrace.models.spec import ModelSpec
+from headrace.resolve import kv_groups
 from headrace.worker.batch import ShapeKey, StepBatch
 
 
@@ -125,11 +125,7 @@ class Stepper:
     ):
         self.model, self.block_size = model, block_size
         spec = model.spec
-        windows = [layer.window for layer in model.attention_layers]
-        self.groups = [
-            KVGroup(tuple(i for i, w in enumerate(windows) if w == window), spec.num_kv_heads, spec.head_dim, window)
-            for window in dict.fromkeys(windows)
-        ]
+        self.groups = kv_groups(spec)
         self.group_of = {layer: g for g, group in enumerate(self.groups) for layer in group.layers}
         per_row = -(-max_len // block_size)
         num_blocks = rows * per_row + 3
@@ -139,7 +135,8 @@ class Stepper:
             ids = rng.permutation(num_blocks) if shuffle else np.arange(num_blocks)
             self.tables.append([ids[row * per_row : (row + 1) * per_row] for row in range(rows)])
         shape = (num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
-        self.caches = [(np.full(shape, stale, np.float32), np.full(shape, stale, np.float32)) for _ in windows]
+        full = [np.full(shape, stale, np.float32) for _ in range(2 * spec.num_layers)]
+        self.caches = list(zip(full[::2], full[1::2], strict=True))
         self.backend = ReferenceAttention(block_size)
         self.lengths = [0] * rows
 

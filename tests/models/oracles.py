@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
+from safetensors.numpy import load_file
 
 from headrace.layers.weights import WeightSource
 from headrace.loading.hf_config import spec_from_config
@@ -19,6 +22,14 @@ CLASSES = {
     "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+    "phi3": (transformers.Phi3Config, transformers.Phi3ForCausalLM),
+    "olmo2": (transformers.Olmo2Config, transformers.Olmo2ForCausalLM),
+    "gemma2": (transformers.Gemma2Config, transformers.Gemma2ForCausalLM),
+    "gemma3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
+    "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
+    "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
+    "olmoe": (transformers.OlmoeConfig, transformers.OlmoeForCausalLM),
+    "gpt_oss": (transformers.GptOssConfig, transformers.GptOssForCausalLM),
 }
 SHAPE: dict[str, Any] = dict(
     vocab_size=101,
@@ -45,7 +56,7 @@ def oracle(family: str, seed: int = 0, **changes: Any) -> Any:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            centre = 1.0 if "norm" in name else 0.0
+            centre = 1.0 if "norm" in name and not family.startswith("gemma") else 0.0
             parameter.copy_(centre + 0.15 * torch.randn(parameter.shape, generator=generator))
     return model
 
@@ -57,13 +68,21 @@ def oracle_logits(model: Any, ids: list[int]) -> np.ndarray:
 
 
 def state(model: Any) -> dict[str, np.ndarray]:
+    """Tensors under the names that transformers has in memory: experts merged."""
     return {name: tensor.numpy() for name, tensor in model.state_dict().items()}
 
 
-def ours(model: Any) -> CausalLM:
-    """Our model of a transformers model's config and weights."""
+def published(model: Any) -> dict[str, np.ndarray]:
+    """Tensors as save_pretrained writes them: under the names of published checkpoints, a tied head left out."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return {name: tensor for file in Path(folder).glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def ours(model: Any, tensors: dict[str, np.ndarray] | None = None) -> CausalLM:
+    """Our model of a transformers model's config and weights (as published, unless given)."""
     spec = spec_from_config(model.config.to_dict())
-    return build_model(spec, WeightSource(DictCheckpoint(state(model))))
+    return build_model(spec, WeightSource(DictCheckpoint(published(model) if tensors is None else tensors)))
 
 
 def prompt(length: int, seed: int = 0, vocab: int = SHAPE["vocab_size"]) -> list[int]:

@@ -10,7 +10,7 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
     puller.add_argument("name", nargs="?", help="built-in name or hub id (org/name); none: smollm2-135m")
     puller.set_defaults(command=pull)
     lister = commands.add_parser("models", help="list models", description="List the models in the cache.")
-    lister.add_argument("--supported", action="store_true", help="list the model families that can be run")
+    lister.add_argument("--supported", action="store_true", help="list the model families that can be run, and their formats")
     lister.set_defaults(command=models)
 
 
@@ -25,7 +25,9 @@ def models(arguments: argparse.Namespace) -> int:
     if arguments.supported:
         from headrace.models.registry import supported
 
-        print("\n".join(supported()))
+        print(f"{'family':12}{'formats':12}for example")
+        for name, family in supported().items():
+            print(f"{name:12}{', '.join(family.formats):12}{', '.join(family.examples)}")
         return 0
     from headrace.loading import store
 

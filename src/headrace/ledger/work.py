@@ -4,13 +4,14 @@ Nothing is measured here. Held against a machine's rates these counts give the l
 
 Formulas, for T tokens in a step and per layer unless said otherwise:
   linear      2 FLOP per weight and token (Kaplan et al. 2020, section 2.1: forward pass about 2N per token);
-              weights: H(q + 2kv) for QKV, qH for the output projection, 3HI for a gated MLP
+              weights: H(q + 2kv) for QKV, qH for the output projection, 3HI for a gated MLP; of E experts of
+              which a token uses k, 3HI each, and HE for the router: FLOP count k of them
   attention   4 * head_dim * heads FLOP per visible (query, key) pair: 2 for the score, 2 for the weighted value
               (Dao et al. 2022 count the same product). A span of n tokens from position s sees
               sum over i < n of min(s + i + 1, window) pairs; without a window n*s + n(n+1)/2
   head        2HV FLOP per position whose logits are computed (whole model, not per layer)
   weights     each is read once a step; the head only when logits are computed; of an untied embedding only the
-              rows looked up
+              rows looked up; of experts those that some token chose: 1 - (1 - k/E)^T of them, if all are chosen alike
   KV          a span reads the keys and values it can see once: min(s + n, n + window - 1) tokens; it writes n
   activations in and out of each linear layer, float32, once: an indication, not part of the bound, since they
               mostly stay in the processor's caches
@@ -24,7 +25,7 @@ import numpy as np
 
 from headrace.core.kv_layout import KVLayout
 from headrace.core.plan import StepPlan
-from headrace.models.spec import ModelSpec
+from headrace.models.spec import ModelSpec, MoESpec
 
 _FLOAT32 = 4  # bytes
 
@@ -54,9 +55,34 @@ class StepWork(NamedTuple):
 
 
 def linear_params(spec: ModelSpec) -> int:
-    """Weights in the linear layers of all transformer layers; biases and norms are left out (under 0.1 %)."""
+    """Weights that a token is multiplied with in all transformer layers: of experts, those it is sent to.
+
+    Biases and norms are left out (under 0.1 %).
+    """
     attention = spec.hidden_size * (spec.q_size + 2 * spec.kv_size) + spec.q_size * spec.hidden_size
-    return spec.num_layers * (attention + 3 * spec.hidden_size * spec.intermediate_size)
+    dense = 3 * spec.hidden_size * spec.intermediate_size
+    if spec.moe is None:
+        return spec.num_layers * (attention + dense)
+    sparse = spec.num_layers - len(spec.moe.dense_layers)
+    routers = sparse * spec.hidden_size * spec.moe.num_experts
+    experts = spec.moe.experts_per_token * _one_expert(spec, spec.moe)
+    return spec.num_layers * attention + len(spec.moe.dense_layers) * dense + routers + experts
+
+
+def expert_params(spec: ModelSpec) -> int:
+    """Weights of all experts of all layers, used or not."""
+    return 0 if spec.moe is None else spec.moe.num_experts * _one_expert(spec, spec.moe)
+
+
+def stored_params(spec: ModelSpec) -> int:
+    """Weights in the linear layers and experts of all transformer layers, used or not."""
+    used = 0 if spec.moe is None else spec.moe.experts_per_token * _one_expert(spec, spec.moe)
+    return linear_params(spec) - used + expert_params(spec)
+
+
+def _one_expert(spec: ModelSpec, moe: MoESpec) -> int:
+    """Weights of one expert of every layer that has experts."""
+    return (spec.num_layers - len(moe.dense_layers)) * 3 * spec.hidden_size * moe.intermediate_size
 
 
 def num_logits(plan: StepPlan) -> int:
@@ -86,7 +112,7 @@ class WorkModel:
         if weight_bytes < 0:
             raise ValueError(f"weight_bytes must not be negative, got {weight_bytes}")
         table = spec.vocab_size * spec.hidden_size
-        share = int(weight_bytes * table / (linear_params(spec) + table * (1 if spec.tie_word_embeddings else 2)))
+        share = int(weight_bytes * table / (stored_params(spec) + table * (1 if spec.tie_word_embeddings else 2)))
         if kv_bytes_per_token_layer is None:
             kv_bytes_per_token_layer = 2.0 * spec.kv_size * _FLOAT32
         if head_bytes is None:
@@ -103,11 +129,13 @@ class WorkModel:
         self._groups = tuple((window, windows.count(window)) for window in dict.fromkeys(windows))  # (window, layers)
         # all that does not depend on the spans, so that `work` is a few products
         self._layer_bytes = float(max(weight_bytes - head_bytes - embedding_bytes, 0))
+        self._expert_bytes = self._layer_bytes * expert_params(spec) / stored_params(spec)
+        self._unchosen = 0.0 if spec.moe is None else 1.0 - spec.moe.experts_per_token / spec.moe.num_experts
         self._row_bytes = embedding_bytes / spec.vocab_size
         self._linear_flops = 2.0 * linear_params(spec)  # per token, all layers
         self._pair_flops = 4.0 * spec.num_heads * spec.head_dim  # per (query, key) pair and layer
         self._head_flops = 2.0 * table  # per position
-        # inputs of QKV, output, gate/up, down: H + q + H + I; outputs: (q + 2kv) + H + 2I + H
+        # inputs of QKV, output, gate/up, down: H + q + H + I; outputs: (q + 2kv) + H + 2I + H (of experts: left out)
         per_layer = 4 * spec.hidden_size + 2 * (spec.q_size + spec.kv_size) + 3 * spec.intermediate_size
         self._token_activations = float(_FLOAT32 * spec.num_layers * per_layer)
         self._logit_activations = float(_FLOAT32 * (spec.hidden_size + spec.vocab_size))
@@ -148,7 +176,10 @@ class WorkModel:
             num_spans=num_spans,
             num_tokens=int(tokens),
             num_logits=num_logits,
-            bytes_weights=self._layer_bytes + (self.head_bytes if num_logits else 0) + tokens * self._row_bytes,
+            bytes_weights=self._layer_bytes
+            - self._expert_bytes * self._unchosen**tokens
+            + (self.head_bytes if num_logits else 0)
+            + tokens * self._row_bytes,
             bytes_kv_read=visible * self.kv_bytes_per_token_layer,
             bytes_kv_write=tokens * self.spec.num_layers * self.kv_bytes_per_token_layer,
             bytes_activations=tokens * self._token_activations + num_logits * self._logit_activations,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ import numpy as np
 
 from headrace.loading.errors import CheckpointError
 from headrace.loading.json_file import read_json
+from headrace.loading.names import hf_name, text_name
 from headrace.models.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -36,22 +36,10 @@ GGUF_SAMPLING = {
     "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
 }
-GGUF_NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
+MXFP4_REMEDY = (
+    "its experts are quantised as MXFP4, which is not supported yet; convert it to bf16 first: load it in transformers "
+    "with quantization_config=Mxfp4Config(dequantize=True) and save_pretrained"
+)
 HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
 
@@ -111,7 +99,7 @@ def open_checkpoint(path: str | Path, *, seed: int = 0) -> LoadedCheckpoint:
 
 
 class GGUFCheckpoint(LoadedCheckpoint):
-    """A GGUF file. llama.cpp interleaves the rows of Q and K of llama models; they are put back here."""
+    """A GGUF file. llama.cpp interleaves the rows of Q and K of its llama models; they are put back here."""
 
     def __init__(self, path: Path):
         from headrace.frontend.tokenizer import gguf_chat_templates
@@ -131,7 +119,7 @@ class GGUFCheckpoint(LoadedCheckpoint):
             for key, ours in GGUF_SAMPLING.items()
             if (value := self.file.metadata.get(f"general.sampling.{key}")) is not None
         }
-        self._stored = {hf_name(name): name for name in self.file.tensors if name not in ROPE_TENSORS}
+        self._stored = {hf_name(name, self.spec.family): name for name in self.file.tensors if name not in ROPE_TENSORS}
 
     def names(self) -> Iterable[str]:
         return self._stored.keys()
@@ -150,7 +138,7 @@ class GGUFCheckpoint(LoadedCheckpoint):
         llama.cpp stores each head's halves interleaved (row 2i and 2i+1 are rotated together); Hugging Face keeps the
         first halves of all pairs, then the second (row i and i + head_dim/2).
         """
-        if self.spec.family != "llama" or ".self_attn." not in name:
+        if self.spec.family not in ("llama", "mixtral") or ".self_attn." not in name:
             return None
         if not name.endswith((".q_proj.weight", ".k_proj.weight", ".q_proj.bias", ".k_proj.bias")):
             return None
@@ -185,6 +173,8 @@ class FolderCheckpoint(LoadedCheckpoint):
         if config.get("quantization_config"):
             method = config["quantization_config"]
             method = method.get("quant_method", "unknown") if isinstance(method, dict) else method
+            if method == "mxfp4":
+                raise CheckpointError(f"{path}: {MXFP4_REMEDY}")
             raise CheckpointError(f"{path}: quantised with {method!r}, which is not supported yet")
         self.spec = spec_from_config(config, where=str(path / "config.json"), eos=_eos_ids(path, generation))
         self._weights = SafetensorsFolder(path)
@@ -192,22 +182,23 @@ class FolderCheckpoint(LoadedCheckpoint):
         self.chat_template = read_chat_templates(path).get("default")
         self.generation = {key: generation[key] for key in GENERATION_KEYS if generation.get(key) is not None}
         tied = self.spec.tie_word_embeddings
-        self._names = frozenset(
-            name
-            for name in self._weights.names()
-            if not name.endswith("rotary_emb.inv_freq") and not (tied and name == HEAD)
-        )
-        if not tied and HEAD not in self._names:
+        named = ((text_name(stored), stored) for stored in self._weights.names())
+        self._stored = {
+            name: stored
+            for name, stored in named
+            if name is not None and not name.endswith("rotary_emb.inv_freq") and not (tied and name == HEAD)
+        }
+        if not tied and HEAD not in self._stored:
             raise CheckpointError(f"{path}: {HEAD} is missing and config.json does not tie it to the embedding")
 
     def names(self) -> Iterable[str]:
-        return self._names
+        return self._stored.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._weights.shape(name)
+        return self._weights.shape(self._stored.get(name, name))
 
     def read(self, name: str) -> np.ndarray:
-        return self._weights.read(name)
+        return self._weights.read(self._stored.get(name, name))
 
     def tokenizer(self) -> Tokenizer:
         from headrace.frontend.tokenizer import Tokenizer
@@ -245,16 +236,6 @@ class DummyModel(LoadedCheckpoint):
         from headrace.frontend.tokenizer import Tokenizer
 
         return Tokenizer.from_folder(self.path.parent)
-
-
-def hf_name(name: str) -> str:
-    """Hugging Face's name of a GGUF tensor; a tensor that has none keeps its own, so that it is reported as unused."""
-    stem, _, kind = name.rpartition(".")
-    match = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
-    known = GGUF_NAMES.get(match[2] if match else stem)
-    if known is None or kind not in ("weight", "bias"):
-        return name
-    return f"model.layers.{match[1]}.{known}.{kind}" if match else f"{known}.{kind}"
 
 
 def _eos_ids(path: Path, generation: dict[str, Any]) -> set[int]:

@@ -12,15 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from headrace.loading.errors import CheckpointError
+from headrace.loading.hf_families import (
+    BIASED_ATTENTION,
+    DEFAULTS,
+    Reader,
+    family_of,
+    layer_windows,
+    read_moe,
+    text_model,
+)
 from headrace.loading.json_file import read_json
 from headrace.models.spec import ModelSpec, RopeSpec
 
-ARCHITECTURES = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-}
 ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -28,49 +31,8 @@ ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
+SWIGLU = (1.702, 7.0)  # alpha and limit of the clamped SwiGLU that there is
 ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
-DEFAULT_KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32}  # llama: as many as query heads
-_REQUIRED = object()
-
-
-class _Reader:
-    """Typed access to a JSON object; errors name the file and the key."""
-
-    def __init__(self, values: dict[str, Any], where: str):
-        self.values, self.where = values, where
-
-    def error(self, problem: str) -> CheckpointError:
-        return CheckpointError(f"{self.where}: {problem}")
-
-    def integer(self, key: str, default: Any = _REQUIRED) -> Any:
-        """A positive integer; `default` where the key is absent or null."""
-        value = self.values.get(key)
-        if value is None:
-            if default is _REQUIRED:
-                raise self.error(f"{key} is missing")
-            return default
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.error(f"{key} must be a positive integer, not {value!r}")
-        return value
-
-    def number(self, key: str, default: Any = _REQUIRED) -> Any:
-        """A finite positive number; `default` where the key is absent or null."""
-        value = self.values.get(key)
-        if value is None:
-            if default is _REQUIRED:
-                raise self.error(f"{key} is missing")
-            return default
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
-            raise self.error(f"{key} must be a positive number, not {value!r}")
-        return float(value)
-
-    def flag(self, key: str, default: bool) -> bool:
-        value = self.values.get(key)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise self.error(f"{key} must be true or false, not {value!r}")
-        return value
 
 
 def read_config(path: str | Path) -> ModelSpec:
@@ -80,20 +42,24 @@ def read_config(path: str | Path) -> ModelSpec:
 
 def spec_from_config(config: dict[str, Any], *, where: str = "config.json", eos: Iterable[int] = ()) -> ModelSpec:
     """ModelSpec of a config. `eos` are end-of-sequence ids from other files (they are joined). CheckpointError."""
-    read = _Reader(config, where)
-    family = _family(read)
+    config = text_model(config)
+    family = family_of(Reader(config, where))
+    config = DEFAULTS[family] | config
+    read = Reader(config, where)
+    _refuse(read, family)
     hidden, num_heads = read.integer("hidden_size"), read.integer("num_attention_heads")
     num_layers = read.integer("num_hidden_layers")
-    default_kv = DEFAULT_KV_HEADS.get(family, num_heads) if "num_key_value_heads" not in config else num_heads
-    num_kv_heads = read.integer("num_key_value_heads", default_kv)
+    num_kv_heads = read.integer("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
         raise read.error(f"{num_heads} attention heads cannot share {num_kv_heads} key/value heads evenly")
-    max_position = read.integer("max_position_embeddings", 2048 if family == "llama" else 32768)
-    head_dim = _head_dim(read, family, hidden, num_heads)
-    activation = ACTIVATIONS.get(str(config.get("hidden_act", "silu")))
-    if activation is None:
-        raise read.error(f"hidden_act {config['hidden_act']!r} is not supported ({', '.join(ACTIVATIONS)} are)")
-    bias = read.flag("attention_bias", False) and family in ("llama", "qwen3")
+    max_position = read.integer("max_position_embeddings", 32768)
+    head_dim = _head_dim(read, hidden, num_heads)
+    named = config.get("hidden_activation") or config.get("hidden_act") or "silu"
+    if named not in ACTIVATIONS:
+        raise read.error(f"hidden_act {named!r} is not supported ({', '.join(ACTIVATIONS)} are)")
+    bias = read.flag("attention_bias", False) and family in BIASED_ATTENTION
+    gemma = family in ("gemma2", "gemma3")
+    rope, local_rope = _ropes(config, family, head_dim=head_dim, max_position=max_position, where=where)
     return ModelSpec(
         family=family,
         vocab_size=read.integer("vocab_size"),
@@ -105,17 +71,56 @@ def spec_from_config(config: dict[str, Any], *, where: str = "config.json", eos:
         head_dim=head_dim,
         norm_eps=read.number("rms_norm_eps", 1e-6),
         max_position=max_position,
-        rope=read_rope(config, head_dim=head_dim, max_position=max_position, where=where),
-        activation=activation,
+        rope=rope,
+        activation="swiglu_clamped" if family == "gpt_oss" else ACTIVATIONS[named],
         tie_word_embeddings=read.flag("tie_word_embeddings", False),
         qkv_bias=bias or family == "qwen2",
         output_bias=bias,
         mlp_bias=read.flag("mlp_bias", False) and family == "llama",
-        qk_norm=family == "qwen3",
-        windows=_windows(read, family, num_layers),
+        qk_norm=family in ("qwen3", "qwen3_moe", "gemma3", "olmo2", "olmoe"),
+        qk_norm_whole=family in ("olmo2", "olmoe"),
+        norm_offset=1.0 if gemma else 0.0,
+        embedding_scale=hidden**0.5 if gemma else 1.0,
+        attention_scale=read.number("query_pre_attn_scalar") ** -0.5 if gemma else None,
+        attention_soft_cap=read.number("attn_logit_softcapping", None) if family == "gemma2" else None,
+        logit_soft_cap=read.number("final_logit_softcapping", None) if gemma else None,
+        attention_sinks=family == "gpt_oss",
+        fused_projections=family == "phi3",
+        windows=layer_windows(read, family, num_layers),
+        local_rope=local_rope,
+        moe=read_moe(read, family, num_layers),
         bos_token_id=next(iter(token_ids(config.get("bos_token_id"))), None),
         eos_token_ids=frozenset(token_ids(config.get("eos_token_id"))) | frozenset(eos),
     )
+
+
+def _refuse(read: Reader, family: str) -> None:
+    """CheckpointError for settings of a family that would be ignored silently."""
+    if family == "olmoe" and read.values.get("clip_qkv") is not None:
+        raise read.error("clip_qkv is not supported")
+    if family in ("gemma2", "gemma3") and read.flag("use_bidirectional_attention", False):
+        raise read.error("use_bidirectional_attention makes an encoder of it: only causal models are supported")
+    if family == "gpt_oss":
+        alpha, limit = read.number("swiglu_alpha", SWIGLU[0]), read.number("swiglu_limit", SWIGLU[1])
+        if (alpha, limit) != SWIGLU:
+            raise read.error(f"swiglu_alpha {alpha} and swiglu_limit {limit} are not supported, only {SWIGLU}")
+
+
+def _ropes(config: dict[str, Any], family: str, **known: Any) -> tuple[RopeSpec, RopeSpec | None]:
+    """RoPE of full layers, and of window layers where it is another one (Gemma 3)."""
+    if family != "gemma3":
+        return read_rope(config, **known), None
+    kinds = config.get("rope_parameters")
+    if isinstance(kinds, dict) and any(isinstance(value, dict) for value in kinds.values()):
+        both = [
+            kinds.get("full_attention") or {"rope_theta": 1_000_000.0},
+            kinds.get("sliding_attention") or {"rope_theta": 10_000.0},
+        ]
+        plain = {key: value for key, value in config.items() if key not in ("rope_parameters", "rope_scaling")}
+        full, local = (read_rope(plain | {"rope_parameters": each}, **known) for each in both)
+        return full, local
+    base = {"rope_theta": config.get("rope_local_base_freq") or 10_000.0}
+    return read_rope(config, **known), read_rope(base, **known)
 
 
 def read_rope(config: dict[str, Any], *, head_dim: int, max_position: int, where: str = "config.json") -> RopeSpec:
@@ -125,9 +130,9 @@ def read_rope(config: dict[str, Any], *, head_dim: int, max_position: int, where
         raise CheckpointError(f"{where}: rope_parameters must be an object, not {given!r:.60}")
     if any(isinstance(value, dict) for value in given.values()):
         raise CheckpointError(f"{where}: RoPE that differs between layers is not supported")
-    read, top = _Reader(given, f"{where}: RoPE"), _Reader(config, where)
+    read, top = Reader(given, f"{where}: RoPE"), Reader(config, where)
     kind = given.get("rope_type") or given.get("type") or "default"
-    kind = "longrope" if kind == "su" else kind
+    kind = "longrope" if kind == "su" or (kind == "yarn" and "short_factor" in given) else kind  # early Phi-3
     if kind not in ROPE_KINDS:
         raise read.error(f"the kind {kind!r} is not supported ({', '.join(ROPE_KINDS)} are)")
     theta = read.number("rope_theta", None) or top.number("rope_theta", 10_000.0)
@@ -142,7 +147,7 @@ def read_rope(config: dict[str, Any], *, head_dim: int, max_position: int, where
     if kind == "dynamic":
         original = max_position
     ratio = max_position / original
-    values["factor"] = read.number("factor", ratio if kind in ("yarn", "longrope") else _REQUIRED)
+    values["factor"] = read.number("factor", ratio) if kind in ("yarn", "longrope") else read.number("factor")
     if kind != "linear":
         values["original_max_position"] = original
     if kind in ("yarn", "longrope"):
@@ -164,20 +169,8 @@ def token_ids(value: Any) -> tuple[int, ...]:
     return tuple(id for id in found if isinstance(id, int) and not isinstance(id, bool) and id >= 0)
 
 
-def _family(read: _Reader) -> str:
-    named = read.values.get("architectures")
-    names = named if isinstance(named, list) else []
-    for name in names:
-        if name in ARCHITECTURES:
-            return ARCHITECTURES[name]
-    found = f"the architecture {', '.join(map(str, names))} is" if names else "architectures is missing: the model is"
-    raise read.error(f"{found} not supported (these are: {', '.join(ARCHITECTURES)})")
-
-
-def _head_dim(read: _Reader, family: str, hidden: int, num_heads: int) -> int:
-    """head_dim where it is given, else hidden / heads (qwen3: 128 where the key is absent, as in transformers)."""
-    if family == "qwen3" and "head_dim" not in read.values:
-        return 128
+def _head_dim(read: Reader, hidden: int, num_heads: int) -> int:
+    """head_dim where it is given, else hidden / heads."""
     found = read.integer("head_dim", None)
     if found is None:
         if hidden % num_heads:
@@ -188,30 +181,7 @@ def _head_dim(read: _Reader, family: str, hidden: int, num_heads: int) -> int:
     return found
 
 
-def _windows(read: _Reader, family: str, num_layers: int) -> tuple[int | None, ...]:
-    if family == "mistral":
-        window = read.integer("sliding_window", None if "sliding_window" in read.values else 4096)
-        return (window,) * num_layers if window else ()
-    if family not in ("qwen2", "qwen3") or not read.flag("use_sliding_window", False):
-        return ()
-    window = read.integer("sliding_window", None if "sliding_window" in read.values else 4096)
-    if window is None:
-        return ()
-    kinds = read.values.get("layer_types")
-    if kinds is None:
-        first = read.values.get("max_window_layers", 28)
-        if not isinstance(first, int):
-            raise read.error(f"max_window_layers must be an integer, not {first!r}")
-        return tuple(window if layer >= first else None for layer in range(num_layers))
-    if not isinstance(kinds, list) or len(kinds) != num_layers:
-        raise read.error(f"layer_types must name each of {num_layers} layers")
-    for kind in kinds:
-        if kind not in ("full_attention", "sliding_attention"):
-            raise read.error(f"the layer type {kind!r} is not supported")
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-
-
-def _factors(read: _Reader, key: str, count: int) -> tuple[float, ...]:
+def _factors(read: Reader, key: str, count: int) -> tuple[float, ...]:
     values = read.values.get(key)
     if not isinstance(values, list) or len(values) != count:
         raise read.error(f"{key} must list {count} numbers")

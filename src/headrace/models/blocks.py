@@ -1,16 +1,16 @@
-"""What the decoder-only families share: a pre-norm decoder layer, and the model around a stack of them."""
+"""What the decoder-only families share: their parts, a decoder layer, and the model around a stack of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from headrace.attention.base import LayerAttention
 from headrace.layers.attention import Attend, Attention
 from headrace.layers.embedding import Embedding, LMHead
-from headrace.layers.linear import MergedLinear
 from headrace.layers.mlp import GatedMLP
-from headrace.layers.norm import RMSNorm
+from headrace.layers.moe import ExpertLayout, ExpertNames, MixtureOfExperts
+from headrace.layers.norm import NoNorm, Norm, RMSNorm
 from headrace.layers.rope import RotaryEmbedding
 from headrace.layers.weights import WeightSource
 from headrace.models.spec import ModelSpec
@@ -27,7 +27,8 @@ class Parts:
     scheme: QuantScheme
 
     def norm(self, name: str) -> RMSNorm:
-        return RMSNorm(self.source, f"{name}.weight", self.spec.hidden_size, self.spec.norm_eps)
+        spec = self.spec
+        return RMSNorm(self.source, f"{name}.weight", spec.hidden_size, spec.norm_eps, spec.norm_offset)
 
     def attention(self, prefix: str, layer: int) -> Attention:
         return Attention(self.spec, self.source, prefix, self.scheme, layer)
@@ -35,30 +36,38 @@ class Parts:
     def gated_mlp(self, prefix: str) -> GatedMLP:
         return GatedMLP(self.spec, self.source, prefix, self.scheme)
 
+    def moe(self, prefix: str, names: ExpertNames, *, layout: ExpertLayout = ExpertLayout.OUT_IN) -> MixtureOfExperts:
+        return MixtureOfExperts(self.spec, self.source, prefix, self.scheme, names, layout)
+
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """x + attention(norm(x)), then x + mlp(norm(x)). Each sum is made by the norm that follows it."""
+    """x + after(attention(before(x))), then the same with the mlp. `before` and `after` are norms where the family
+    has them, else nothing. A sum is made by the norm that follows it."""
 
-    input_norm: RMSNorm
     attention: Attention
-    post_norm: RMSNorm
-    mlp: GatedMLP
+    mlp: GatedMLP | MixtureOfExperts
+    before_attention: Norm = field(default_factory=NoNorm)
+    after_attention: Norm = field(default_factory=NoNorm)
+    before_mlp: Norm = field(default_factory=NoNorm)
+    after_mlp: Norm = field(default_factory=NoNorm)
 
     def __call__(self, normed: Array, residual: Array, angles: tuple[Array, Array], attend: Attend) -> Array:
-        """normed: input_norm of `residual`, both [T, H]. Returns what is still to be added to `residual`, which has
-        been brought up to date in place with the attention's output."""
-        attended = self.attention(normed, *angles, attend)
-        normed, residual = self.post_norm.add(attended, residual)
-        return self.mlp(normed)
+        """normed: before_attention of `residual`, both [T, H]. Returns what is still to be added to `residual`, which
+        has been brought up to date in place with the attention's output."""
+        attended = self.after_attention(self.attention(normed, *angles, attend))
+        normed, residual = self.before_mlp.add(attended, residual)
+        return self.after_mlp(self.mlp(normed))
 
     @property
-    def linears(self) -> tuple[MergedLinear, ...]:
-        return self.attention.linears + self.mlp.linears
+    def num_parameters(self) -> int:
+        norms = (self.before_attention, self.after_attention, self.before_mlp, self.after_mlp)
+        return self.attention.num_parameters + self.mlp.num_parameters + sum(norm.num_parameters for norm in norms)
 
     @property
-    def norms(self) -> tuple[RMSNorm, ...]:
-        return (self.input_norm, self.post_norm, *self.attention.norms)
+    def weight_bytes(self) -> int:
+        """Bytes of the linear layers and experts."""
+        return self.attention.weight_bytes + self.mlp.weight_bytes
 
 
 class CausalLM:
@@ -67,21 +76,24 @@ class CausalLM:
     def __init__(self, parts: Parts, layer: Callable[[Parts, int], DecoderLayer]):
         spec, source = parts.spec, parts.source
         self.spec = spec
-        self.embedding = Embedding(source, "model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)
-        self.rotary = RotaryEmbedding(spec.rope, spec.head_dim, spec.max_position)
+        self.embedding = Embedding(
+            source, "model.embed_tokens.weight", spec.vocab_size, spec.hidden_size, spec.embedding_scale
+        )
+        ropes = [spec.layer_rope(index) for index in range(spec.num_layers)]
+        self.rotaries = {rope: RotaryEmbedding(rope, spec.head_dim, spec.max_position) for rope in dict.fromkeys(ropes)}
         self.layers = [layer(parts, index) for index in range(spec.num_layers)]
         self.norm = parts.norm("model.norm")
-        self.head = LMHead(source, "lm_head.weight", self.embedding, spec.tie_word_embeddings)
+        self.head = LMHead(source, "lm_head.weight", self.embedding, spec.tie_word_embeddings, spec.logit_soft_cap)
         source.ignore("model.rotary_emb.inv_freq")
 
     def forward(self, token_ids: Array, positions: Array, attend: Attend) -> Array:
         """Hidden states after the final norm, float32 [T, H], of token_ids [T] at positions [T]."""
-        angles = self.rotary.at(positions)
+        angles = {rope: rotary.at(positions) for rope, rotary in self.rotaries.items()}
         residual = self.embedding(token_ids)
-        normed = self.layers[0].input_norm(residual)
-        following = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
-        for layer, next_norm in zip(self.layers, following, strict=True):
-            update = layer(normed, residual, angles, attend)
+        normed = self.layers[0].before_attention(residual)
+        following = [*(layer.before_attention for layer in self.layers[1:]), self.norm]
+        for index, (layer, next_norm) in enumerate(zip(self.layers, following, strict=True)):
+            update = layer(normed, residual, angles[self.spec.layer_rope(index)], attend)
             normed, residual = next_norm.add(update, residual)
         return normed
 
@@ -98,21 +110,25 @@ class CausalLM:
     def num_parameters(self) -> int:
         """Learned numbers; a tied matrix counts once."""
         embedding = self.embedding.weight.size * (1 if self.head.tied else 2)
-        linears = sum(linear.num_parameters for layer in self.layers for linear in layer.linears)
-        norms = sum(norm.weight.size for layer in self.layers for norm in layer.norms)
-        return int(embedding + linears + norms + self.norm.weight.size)
+        layers = sum(layer.num_parameters for layer in self.layers)
+        return int(embedding + layers + self.norm.num_parameters)
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes that a step reads whatever its tokens: every linear layer and the head.
+        """Bytes of every linear layer, every expert and the head: what a step reads that has tokens for all experts.
 
         The embedding counts only as a tied head: a step looks up a few of its vectors.
         """
-        linears = sum(linear.weight_bytes for layer in self.layers for linear in layer.linears)
-        return int(linears + self.head.weight.nbytes)
+        return int(sum(layer.weight_bytes for layer in self.layers) + self.head.weight.nbytes)
 
 
 def refuse(spec: ModelSpec, **unsupported: object) -> None:
     """Raise ValueError if any of the named switches is on: such a checkpoint is not one of this family's."""
     if named := [name for name, value in unsupported.items() if value]:
         raise ValueError(f"a {spec.family} model has no {', '.join(named)}")
+
+
+def require(spec: ModelSpec, **needed: object) -> None:
+    """Raise ValueError if any of the named switches is off: the family has it, the spec forgot it."""
+    if named := [name for name, value in needed.items() if not value]:
+        raise ValueError(f"a {spec.family} model has {', '.join(named)}: its spec must say so")

@@ -7,5 +7,6 @@ from headrace.models.llama import layer
 
 
 def build(parts: Parts) -> CausalLM:
-    refuse(parts.spec, qk_norm=parts.spec.qk_norm, output_bias=parts.spec.output_bias, mlp_bias=parts.spec.mlp_bias)
+    spec = parts.spec
+    refuse(spec, qk_norm=spec.qk_norm, output_bias=spec.output_bias, mlp_bias=spec.mlp_bias, moe=spec.moe)
     return CausalLM(parts, layer)

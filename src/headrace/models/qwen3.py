@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from headrace.models.blocks import CausalLM, Parts, refuse
+from headrace.models.blocks import CausalLM, Parts, refuse, require
 from headrace.models.llama import layer
 
 
 def build(parts: Parts) -> CausalLM:
-    if not parts.spec.qk_norm:
-        raise ValueError("a qwen3 model normalises q and k: its spec must say qk_norm")
-    refuse(parts.spec, mlp_bias=parts.spec.mlp_bias)
+    require(parts.spec, qk_norm=parts.spec.qk_norm)
+    refuse(parts.spec, mlp_bias=parts.spec.mlp_bias, moe=parts.spec.moe)
     return CausalLM(parts, layer)

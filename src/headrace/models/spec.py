@@ -35,10 +35,27 @@ class RopeSpec:
 
 
 @dataclass(frozen=True)
+class MoESpec:
+    """Mixture of experts: how many, how wide, how chosen, in which layers."""
+
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int  # of one expert
+    normalise: bool = True  # the chosen experts' weights sum to 1
+    router_bias: bool = False
+    expert_bias: bool = False
+    dense_layers: frozenset[int] = frozenset()  # layers with an ordinary feed-forward block instead
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.experts_per_token <= self.num_experts:
+            raise ValueError(f"a token cannot have {self.experts_per_token} of {self.num_experts} experts")
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """Shapes and switches of a decoder-only transformer."""
 
-    family: str  # key of models/registry.py: llama, mistral, qwen2, qwen3 ...
+    family: str  # key of models/registry.py: llama, qwen3, gemma3 ...
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -49,13 +66,23 @@ class ModelSpec:
     norm_eps: float
     max_position: int
     rope: RopeSpec = field(default_factory=RopeSpec)
-    activation: str = "silu"  # silu, gelu, gelu_tanh
+    activation: str = "silu"  # key of ops.ACTIVATIONS: silu, gelu, gelu_tanh, swiglu_clamped
     tie_word_embeddings: bool = False
     qkv_bias: bool = False
     output_bias: bool = False  # attention output projection
     mlp_bias: bool = False
-    qk_norm: bool = False  # RMSNorm over each head of q and k, before rotation
+    qk_norm: bool = False  # RMSNorm of q and k before rotation, over each head ...
+    qk_norm_whole: bool = False  # ... or, with this, over all heads at once (OLMo)
+    norm_offset: float = 0.0  # added to every stored norm weight (Gemma stores w for 1 + w)
+    embedding_scale: float = 1.0  # of token embeddings on their way in, not of a tied head (Gemma)
+    attention_scale: float | None = None  # of q . k; None: head_dim ** -0.5
+    attention_soft_cap: float | None = None  # cap * tanh(score / cap)
+    logit_soft_cap: float | None = None
+    attention_sinks: bool = False  # a learned logit per head that takes probability and gives no value
+    fused_projections: bool = False  # the checkpoint holds q, k, v as one tensor, gate and up as another (Phi-3)
     windows: tuple[int | None, ...] = ()  # sliding window of each layer in tokens; None: full attention; () = all full
+    local_rope: RopeSpec | None = None  # of layers with a window; None: `rope` too
+    moe: MoESpec | None = None
     bos_token_id: int | None = None
     eos_token_ids: frozenset[int] = frozenset()  # union of every place that names one
 
@@ -68,6 +95,14 @@ class ModelSpec:
     def window(self, layer: int) -> int | None:
         """Sliding window of `layer` in tokens, or None for full attention."""
         return self.windows[layer] if self.windows else None
+
+    def layer_rope(self, layer: int) -> RopeSpec:
+        """Rotary embedding of `layer`."""
+        return self.rope if self.local_rope is None or self.window(layer) is None else self.local_rope
+
+    def layer_moe(self, layer: int) -> MoESpec | None:
+        """The experts of `layer`, or None for an ordinary feed-forward block."""
+        return None if self.moe is None or layer in self.moe.dense_layers else self.moe
 
     @property
     def q_size(self) -> int:
