@@ -45,6 +45,7 @@ class KVCacheManager:
         self._caching = prefix_caching
         self._size = layout.block_size
         self._windows = tuple(group.window for group in layout.groups)
+        self._has_windows = any(window is not None for window in self._windows)
         self._tables: dict[str, list[list[int]]] = {}
         self._held: dict[str, int] = {}  # blocks in a request's tables
 
@@ -81,40 +82,54 @@ class KVCacheManager:
         A shared block that its next token goes into is replaced by a copy: (source, copy) is added to `copies`, to be
         carried out before the step.
         """
-        ids = self.pool.take(self.shortfall(request, num_tokens))
+        tables = self._tables.get(request.id)
+        if tables is None:
+            tables = [[] for _ in self._windows]
+        shared = self._shared_tail(request, tables)
+        each = max(0, -(-num_tokens // self._size) - len(tables[0]))
+        ids = self.pool.take(each * len(tables) + len(shared))
         if ids is None:
             return None
-        tables = self._tables.setdefault(request.id, [[] for _ in self._windows])
         news = []
-        for group, index in self._shared_tail(request, tables):
+        for group, index in shared:
             source, own = tables[group][index], ids.pop()
             tables[group][index] = own
             self.pool.release([source])
             copies.append((source, own))
             news.append(NewBlocks(request.row, group, index, [own]))
-        each = len(ids) // len(tables)
         if each:
+            self._tables[request.id] = tables
+            self._held[request.id] = self._held.get(request.id, 0) + len(ids)
             for group, table in enumerate(tables):
                 share = ids[group * each : (group + 1) * each]
                 news.append(NewBlocks(request.row, group, len(table), share))
                 table.extend(share)
-        self._held[request.id] = self.held(request) + len(ids)
         request.num_slots = len(tables[0]) * self._size
         return news
 
     def advance(self, request: Request, after_step: int) -> None:
         """Tokens were computed and accepted: full blocks become known, and what no window reaches is given back."""
         tables = self._tables[request.id]
-        full = request.num_computed // self._size
-        if self._caching and full > request.num_entered:
-            keys = extend_keys(request, full, self._size)
-            for index in range(request.num_entered, full):
-                parent = keys[index - 1] if index else namespace_key(request.cache_salt, request.adapter)
-                tokens = request.token_bytes(index * self._size, (index + 1) * self._size)
-                for group, table in enumerate(tables):
-                    if table[index] != GONE:
-                        self.index.enter(table[index], group, keys[index], parent, tokens)
-        request.num_entered = max(full, request.num_entered)
+        first, full = request.num_entered, request.num_computed // self._size
+        if full > first:
+            request.num_entered = full
+            if self._caching:
+                self._enter(request, tables, first, full)
+        if self._has_windows:
+            self._leave_windows(request, tables, after_step)
+
+    def _enter(self, request: Request, tables: list[list[int]], first: int, full: int) -> None:
+        keys = extend_keys(request, full, self._size)
+        data, width = request.token_bytes(first * self._size, full * self._size), self._size * 4
+        parent = keys[first - 1] if first else namespace_key(request.cache_salt, request.adapter)
+        for index in range(first, full):
+            tokens = data[(index - first) * width : (index - first + 1) * width]
+            for group, table in enumerate(tables):
+                if table[index] != GONE:
+                    self.index.enter(table[index], group, keys[index], parent, tokens)
+            parent = keys[index]
+
+    def _leave_windows(self, request: Request, tables: list[list[int]], after_step: int) -> None:
         for window, table in zip(self._windows, tables, strict=True):
             if window is not None:
                 # the last `window` tokens, the next one included, are still to be seen

@@ -54,8 +54,7 @@ class Admit:
     bad_words: BadWords | None = None  # resolved from params.bad_words
 
 
-@dataclass(frozen=True)
-class NewBlocks:
+class NewBlocks(NamedTuple):
     """Blocks appended to one row's table in one layer group."""
 
     row: int

@@ -101,7 +101,7 @@ class PrefixIndex:
         """Why the block `key` of `tokens`, whose first token stands at `start`, was not found after `parent`."""
         if key in self._evicted:
             ago = self.num_evictions - self._evicted[key]
-            return Miss(start, f"the block at token {start} was evicted, {ago} evictions ago; a larger kv_cache keeps it")
+            return Miss(start, f"the block at token {start} was evicted {ago} evictions ago; a larger kv_cache helps")
         if key in self._entries:
             return Miss(start, f"the block at token {start} is kept for some layer groups only")
         best = -1
@@ -119,10 +119,9 @@ class PrefixIndex:
 def extend_keys(request: Request, num_blocks: int, block_size: int) -> list[bytes]:
     """The request's first `num_blocks` block keys, computing those it lacks; its tokens must be that many blocks."""
     keys = request.block_keys
-    parent = keys[-1] if keys else namespace_key(request.cache_salt, request.adapter)
     if len(keys) < num_blocks:
-        start = len(keys) * block_size
-        data = request.token_bytes(start, num_blocks * block_size)
+        parent = keys[-1] if keys else namespace_key(request.cache_salt, request.adapter)
+        data = request.token_bytes(len(keys) * block_size, num_blocks * block_size)
         width = block_size * 4
         for offset in range(0, len(data), width):
             parent = block_key(parent, data[offset : offset + width])

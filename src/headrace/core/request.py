@@ -7,6 +7,7 @@ import time
 from array import array
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 from headrace.core.plan import TokenLogprobs
 from headrace.sampling.params import BadWords, SamplingParams
@@ -51,11 +52,14 @@ class Request:
     order: int = field(default_factory=lambda: next(_arrivals))  # total order of arrival
 
     token_ids: list[int] = field(init=False)  # prompt, then output
+    prompt_len: int = field(init=False)
+    max_len: int = field(init=False)  # tokens at which it ends
     row: int = field(default=-1, init=False)  # -1: not in the table
     epoch: int = field(default=0, init=False)  # counts admissions, so that results of an earlier stay are dropped
     num_computed: int = field(default=0, init=False)
     num_in_flight: int = field(default=0, init=False)
     num_pending: int = field(default=0, init=False)
+    scheduled_in: int = field(default=-1, init=False)  # the last step that got a span of it
     num_slots: int = field(default=0, init=False)  # tokens that the blocks held have room for
     num_preemptions: int = field(default=0, init=False)
     num_cached: int = field(default=0, init=False)  # prompt tokens found in the prefix cache when first admitted
@@ -66,25 +70,22 @@ class Request:
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
-
-    @property
-    def prompt_len(self) -> int:
-        return len(self.prompt_token_ids)
+        self.prompt_len = len(self.prompt_token_ids)
+        self.max_len = self.prompt_len + self.max_new_tokens
 
     @property
     def num_output(self) -> int:
-        return len(self.token_ids) - len(self.prompt_token_ids)
+        return len(self.token_ids) - self.prompt_len
 
     @property
     def output_token_ids(self) -> list[int]:
-        return self.token_ids[len(self.prompt_token_ids) :]
+        return self.token_ids[self.prompt_len :]
 
     @property
     def num_unscheduled(self) -> int:
         """Known or promised tokens that no step has been given; 0 also once the last allowed token is promised."""
-        if self.num_output + self.num_pending >= self.max_new_tokens:
-            return 0
-        return len(self.token_ids) + self.num_pending - self.num_computed - self.num_in_flight
+        promised = len(self.token_ids) + self.num_pending
+        return 0 if promised >= self.max_len else promised - self.num_computed - self.num_in_flight
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -106,8 +107,7 @@ class Request:
         self.num_computed = self.num_in_flight = self.num_pending = self.num_slots = self.num_entered = 0
 
 
-@dataclass(frozen=True, slots=True)
-class TokenOutput:
+class TokenOutput(NamedTuple):
     """What one step brought one request."""
 
     request_id: str

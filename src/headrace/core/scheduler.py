@@ -11,6 +11,7 @@ always take the blocks of the younger ones.
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -61,26 +62,22 @@ class _Draft:
     """A plan being made."""
 
     budget: int
-    spans: list[tuple[int, int, int, int]] = field(default_factory=list)
+    spans: array[int] = field(default_factory=lambda: array("i"))  # row, start, length, num_drafts of each
     yields: list[bool] = field(default_factory=list)
     requests: list[tuple[Request, int]] = field(default_factory=list)  # (request, epoch) of each span
-    scheduled: set[str] = field(default_factory=set)
     prefilling: list[Request] = field(default_factory=list)  # running, with more than a token to go; oldest first
     admits: list[Admit] = field(default_factory=list)
     new_blocks: list[NewBlocks] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
 
 
-def _output(request: Request, taken: list[int], logprobs: list[TokenLogprobs] | None) -> TokenOutput:
-    first = request.wants_prompt_logprobs and len(taken) == request.num_output
-    return TokenOutput(
-        request.id,
-        taken,
-        request.finish_reason,
-        num_cached=request.num_cached,
-        logprobs=None if logprobs is None else logprobs[: len(taken)],
-        prompt_logprobs=request.prompt_logprobs if first else None,
-    )
+def _logprobs(
+    request: Request, result: StepResult, index: int, count: int
+) -> tuple[list[TokenLogprobs] | None, list[TokenLogprobs] | None]:
+    """Of the span's `count` new tokens; and, with the first of them, of the prompt's."""
+    entries = result.logprobs.get(index)
+    first = request.wants_prompt_logprobs and count == request.num_output
+    return entries and entries[:count], request.prompt_logprobs if first else None
 
 
 class Scheduler:
@@ -120,7 +117,7 @@ class Scheduler:
                 f"fit (max_model_len {self.limits.max_model_len}, KV cache {self.kv.layout.num_tokens}); "
                 "shorten the prompt or raise max_model_len / kv_cache"
             )
-        request.max_new_tokens = min(request.max_new_tokens, limit - request.prompt_len)
+        request.max_len = min(request.max_len, limit)
         self._requests[request.id] = request
         leader = request.leader
         if leader is not None and leader.id in self._requests and leader.num_output == 0:
@@ -166,7 +163,7 @@ class Scheduler:
         self._in_flight[step_id] = draft.requests
         plan = StepPlan(
             step_id,
-            spans=np.array(draft.spans, np.int32).T,
+            spans=np.array(draft.spans, np.int32).reshape(-1, 4).T,
             admits=tuple(admit for admit in draft.admits if self._requests[admit.request_id].row == admit.row),
             new_blocks=tuple(draft.new_blocks),
             block_copies=tuple(draft.copies),
@@ -177,16 +174,24 @@ class Scheduler:
         return plan
 
     def _schedule_decodes(self, draft: _Draft) -> None:
-        for request in list(self.running):
+        # the hot loop of a loaded engine: what _add_span does is written out for a span of one token
+        step, spans, requests = self._next_step, draft.spans, draft.requests
+        for request in self.running.copy():
             if request.row < 0:  # preempted a moment ago
                 continue
             unscheduled = request.num_unscheduled
             if unscheduled == 1:
-                end = request.num_computed + request.num_in_flight + 1
-                if end <= request.num_slots or self._make_room(request, end, draft):
-                    self._add_span(draft, request, 1, yields=True)
+                start = request.num_computed + request.num_in_flight
+                if start < request.num_slots or self._make_room(request, start + 1, draft):
+                    spans.extend((request.row, start, 1, 0))
+                    requests.append((request, request.epoch))
+                    request.scheduled_in = step
+                    request.num_in_flight += 1
+                    request.num_pending += 1
             elif unscheduled > 1:
                 draft.prefilling.append(request)
+        draft.yields = [True] * len(requests)
+        draft.budget -= len(requests)
 
     def _make_room(self, request: Request, num_tokens: int, draft: _Draft) -> bool:
         """Blocks for the first `num_tokens` tokens, preempting the youngest others; False if it must wait."""
@@ -199,7 +204,7 @@ class Scheduler:
             if self.kv.shortfall(request, num_tokens) <= pool.num_free + pool.num_waiting:
                 self.trace.refusals.append(f"request {request.id} waits for blocks that steps in flight still use")
                 return False
-            victim = next(r for r in reversed(self.running) if r is request or r.id not in draft.scheduled)
+            victim = next(r for r in reversed(self.running) if r is request or r.scheduled_in != self._next_step)
             if victim is request and request is not self.running[-1]:  # the younger ones run in this very step
                 self.trace.refusals.append(
                     f"request {request.id} waits: needs {self.kv.shortfall(request, num_tokens)} blocks, "
@@ -275,7 +280,7 @@ class Scheduler:
                 if spared > 0 and request.row >= 0:
                     spared -= self._schedule_chunk(draft, request, spared)
         for request in draft.prefilling:
-            if draft.budget > 0 and request.row >= 0 and request.id not in draft.scheduled:
+            if draft.budget > 0 and request.row >= 0 and request.scheduled_in != self._next_step:
                 self._schedule_chunk(draft, request, draft.budget)
 
     def _schedule_chunk(self, draft: _Draft, request: Request, most: int) -> int:
@@ -283,15 +288,15 @@ class Scheduler:
         unscheduled = request.num_unscheduled
         length = min(unscheduled, most)
         if self._make_room(request, request.num_computed + request.num_in_flight + length, draft):
-            self._add_span(draft, request, length, yields=length == unscheduled)
+            self._add_span(draft, request, length, length == unscheduled)
             return length
         return 0
 
     def _add_span(self, draft: _Draft, request: Request, length: int, yields: bool) -> None:
-        draft.spans.append((request.row, request.num_computed + request.num_in_flight, length, 0))
+        draft.spans.extend((request.row, request.num_computed + request.num_in_flight, length, 0))
         draft.yields.append(yields)
         draft.requests.append((request, request.epoch))
-        draft.scheduled.add(request.id)
+        request.scheduled_in = self._next_step
         draft.budget -= length
         request.num_in_flight += length
         request.num_pending += yields
@@ -300,37 +305,42 @@ class Scheduler:
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[TokenOutput]:
         """Account for a step that ran; plans commit in the order they were made."""
-        outputs = []
-        lengths, drafts, yields = plan.lengths.tolist(), plan.num_drafts.tolist(), plan.yields.tolist()
-        starts = plan.starts.tolist()
-        for index, (request, epoch) in enumerate(self._in_flight.pop(plan.step_id)):
+        outputs: list[TokenOutput] = []
+        block_size, followers, errors = self.kv.layout.block_size, self._followers, result.errors
+        told: tuple[list[TokenLogprobs] | None, list[TokenLogprobs] | None] = (None, None)
+        with_logprobs = bool(result.logprobs or result.prompt_logprobs)
+        spans = zip(
+            self._in_flight.pop(plan.step_id), plan.lengths.tolist(), plan.num_drafts.tolist(), plan.yields.tolist(),
+            result.tokens, strict=True,
+        )  # fmt: skip
+        for index, ((request, epoch), length, num_drafts, yields, tokens) in enumerate(spans):
             if request.epoch != epoch:  # preempted, aborted or ended since: nobody waits for this
                 continue
-            request.num_in_flight -= lengths[index]
-            request.num_computed += lengths[index]
-            if index in result.prompt_logprobs:  # after a preemption those at the front come a second time
-                known = len(request.prompt_logprobs) - starts[index]
-                request.prompt_logprobs.extend(result.prompt_logprobs[index][known:])
-            if index in result.errors:
-                outputs.append(TokenOutput(request.id, [], FinishReason.ERROR, result.errors[index]))
+            request.num_in_flight -= length
+            request.num_computed += length
+            if errors and index in errors:
+                outputs.append(TokenOutput(request.id, [], FinishReason.ERROR, errors[index]))
                 self._end(request, FinishReason.ERROR)
                 continue
-            if yields[index]:
-                request.num_computed -= drafts[index] - result.num_accepted[index]
-                request.num_pending -= 1 + drafts[index]
-                taken = accept_tokens(request, result.tokens[index])
-                outputs.append(_output(request, taken, result.logprobs.get(index)))
-                self._queue_followers(request)
-            self._remember(request)
-            if request.finish_reason is not None and request.row >= 0:
+            if with_logprobs and index in result.prompt_logprobs:  # after a preemption the first come a second time
+                known = len(request.prompt_logprobs) - (request.num_computed - length)
+                request.prompt_logprobs.extend(result.prompt_logprobs[index][known:])
+            if yields:
+                request.num_pending -= 1 + num_drafts
+                if num_drafts:
+                    request.num_computed -= num_drafts - result.num_accepted[index]
+                taken = accept_tokens(request, tokens)
+                if with_logprobs:
+                    told = _logprobs(request, result, index, len(taken))
+                outputs.append(TokenOutput(request.id, taken, request.finish_reason, None, *told, request.num_cached))
+                if followers:
+                    self._queue_followers(request)
+            if request.num_computed // block_size > request.num_entered:
+                self.kv.advance(request, after_step=self._next_step - 1)
+            if request.finish_reason is not None:
                 self._end(request, request.finish_reason)
         self._committed = plan.step_id
         return outputs
-
-    def _remember(self, request: Request) -> None:
-        """Let the KV manager know what has been computed, a block at a time."""
-        if request.num_computed // self.kv.layout.block_size > request.num_entered:
-            self.kv.advance(request, after_step=self._next_step - 1)
 
     def _queue_followers(self, leader: Request) -> None:
         for follower in self._followers.pop(leader.id, ()):

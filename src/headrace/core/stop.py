@@ -7,14 +7,13 @@ from headrace.core.request import FinishReason, Request
 
 def accept_tokens(request: Request, tokens: list[int]) -> list[int]:
     """Append `tokens` to the request until one ends it; returns those appended and sets `finish_reason`."""
-    taken = []
-    for token in tokens:
-        request.token_ids.append(token)
-        taken.append(token)
+    known, max_len = request.token_ids, request.max_len
+    for count, token in enumerate(tokens, start=1):
+        known.append(token)
         if token in request.stop_ids:
             request.finish_reason = FinishReason.STOP
-            break
-        if request.num_output >= request.max_new_tokens:
+            return tokens[:count]
+        if len(known) >= max_len:
             request.finish_reason = FinishReason.LENGTH
-            break
-    return taken
+            return tokens[:count]
+    return tokens
