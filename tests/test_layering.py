@@ -25,7 +25,10 @@ LAYERS = {
     "models": {"ops", "layers", "attention.base", "quant"},
     "sampling": {"ops", "core", "config"},
     "spec": {"ops", "core", "sampling"},
-    "loading": {"models.spec", "layers.weights", "frontend.tokenizer", "frontend.gguf_tokenizer", "models.registry"},
+    "loading": {
+        "models.spec", "layers.weights", "ops.native", "frontend.tokenizer", "frontend.gguf_tokenizer",
+        "models.registry",
+    },
     "worker": {"ops", "core", "models", "layers", "attention", "sampling", "spec", "device", "quant", "config"},
     "executor": {"worker", "core"},
     "ledger": {"core", "models.spec", "device"},

@@ -186,7 +186,7 @@ def test_bad_options_are_refused(folder):
         dict(mode="wrong"),
         dict(steps_in_flight=9),
         dict(max_num_batched_tokens=4, max_num_seqs=8),
-        dict(block_size=24),
+        dict(block_size=24, attention_backend="reference"),
         dict(attention_backend="nonsense"),
     ):
         with pytest.raises((ConfigError, ValueError)):

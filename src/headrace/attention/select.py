@@ -6,10 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from headrace.attention.base import AttentionBackend, LayerAttention
+from headrace.attention.native import NativeAttention
 from headrace.attention.reference import ReferenceAttention
 
-# name -> class with `caps` and a constructor that takes block_size; best first. A native or GPU backend adds a line.
+# name -> class with `caps` and a constructor that takes block_size; best first. A GPU backend adds a line. A class may
+# have `unavailable() -> str | None`: why it cannot be used in this process at all.
 BACKENDS: dict[str, Any] = {
+    "native": NativeAttention,
     "reference": ReferenceAttention,
 }
 
@@ -31,7 +34,9 @@ def select_backend(
     for name in BACKENDS if override is None else [override]:
         create: Callable[[int], AttentionBackend] = BACKENDS[name]
         caps = BACKENDS[name].caps
-        every = [reason for layer in layers for reason in caps.refusals(device, kv_format, layer, block_size)]
+        missing = getattr(BACKENDS[name], "unavailable", lambda: None)()
+        every = [missing] if missing else []
+        every += [reason for layer in layers for reason in caps.refusals(device, kv_format, layer, block_size)]
         reasons = list(dict.fromkeys(every))  # layers repeat each other
         if not reasons:
             return create(block_size), refusals

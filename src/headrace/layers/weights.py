@@ -7,9 +7,12 @@ so that one error names every missing, misshapen and unused tensor.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from headrace.ops.native.packed import StoredTensor
 
 
 class WeightsError(ValueError):
@@ -30,6 +33,9 @@ class Checkpoint(Protocol):
     def read(self, name: str) -> np.ndarray:
         """The tensor as float32, dequantised if need be."""
         ...
+
+    # A checkpoint may also have `read_packed(name) -> StoredTensor | None`: the tensor as it is stored, where that is a
+    # format that the native kernels read.
 
 
 class WeightSource:
@@ -55,6 +61,16 @@ class WeightSource:
             self._misshapen.append(f"{name}: {list(found)} in the file, {list(shape)} expected")
             return np.zeros(shape, np.float32)
         return self._checkpoint.read(name)
+
+    def take_stored(self, name: str, shape: tuple[int, int]) -> StoredTensor:
+        """The matrix in the format it is stored in, for the native kernels; problems are noted as `take` does."""
+        from headrace.ops.native.packed import stored_float32
+
+        known = name in self._names and tuple(self._checkpoint.shape(name)) == shape
+        if known and (read := getattr(self._checkpoint, "read_packed", None)) and (stored := read(name)) is not None:
+            self._taken.add(name)
+            return stored
+        return stored_float32(self.take(name, shape))
 
     def ignore(self, name: str) -> None:
         """Mark a tensor as known and not needed (rotary inverse frequencies, a tied head's copy)."""

@@ -16,6 +16,7 @@ from headrace.models.spec import ModelSpec
 if TYPE_CHECKING:
     from headrace.frontend.tokenizer import Tokenizer
     from headrace.loading.gguf_file import GGUFFile
+    from headrace.ops.native.packed import StoredTensor
 
 DUMMY = "dummy:"
 GENERATION_KEYS = (
@@ -131,6 +132,15 @@ class GGUFCheckpoint(LoadedCheckpoint):
         values = self.file.read(self._stored_name(name))
         order = self.row_order(name)
         return values if order is None else values[order]
+
+    def read_packed(self, name: str) -> StoredTensor | None:
+        """The matrix as the file has it; None if the native kernels do not read its type."""
+        from headrace.ops.native.packed import FORMATS, StoredTensor
+
+        info = self.file.info(self._stored_name(name))
+        if info.type.name not in FORMATS or len(info.shape) != 2:
+            return None
+        return StoredTensor(info.type.name, self.file.raw(info.name), self.row_order(name))
 
     def row_order(self, name: str) -> np.ndarray | None:
         """Stored rows in Hugging Face's order, int64 [rows]; None if they are in it.

@@ -76,8 +76,9 @@ class CausalLM:
     def __init__(self, parts: Parts, layer: Callable[[Parts, int], DecoderLayer]):
         spec, source = parts.spec, parts.source
         self.spec = spec
+        method = parts.scheme.linear("model.embed_tokens")
         self.embedding = Embedding(
-            source, "model.embed_tokens.weight", spec.vocab_size, spec.hidden_size, spec.embedding_scale
+            source, "model.embed_tokens.weight", spec.vocab_size, spec.hidden_size, method, spec.embedding_scale
         )
         ropes = [spec.layer_rope(index) for index in range(spec.num_layers)]
         self.rotaries = {rope: RotaryEmbedding(rope, spec.head_dim, spec.max_position) for rope in dict.fromkeys(ropes)}

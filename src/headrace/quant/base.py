@@ -26,6 +26,10 @@ class LinearMethod(Protocol):
         """x [T, in] through the layer: float32 [T, sum of out]."""
         ...
 
+    def rows(self, weights: Any, ids: Array) -> Array:
+        """Rows `ids` [T] of the stored matrix as float32 [T, in], fresh memory: the layer as an embedding."""
+        ...
+
     def num_bytes(self, weights: Any) -> int:
         """Bytes that `apply` reads of `weights`."""
         ...

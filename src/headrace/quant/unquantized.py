@@ -30,6 +30,9 @@ class UnquantizedLinear:
     def apply(self, weights: Array, x: Array, bias: Array | None, out: Array | None = None) -> Array:
         return ops.linear(x, weights, bias, out=out)
 
+    def rows(self, weights: Array, ids: Array) -> Array:
+        return ops.embedding(ids, weights)
+
     def num_bytes(self, weights: Array) -> int:
         return int(weights.nbytes)
 

@@ -6,9 +6,11 @@ from headrace.attention.select import select_backend
 from headrace.config import EngineConfig
 from headrace.core.kv_layout import KVLayout
 from headrace.core.plan import StepPlan, StepResult
+from headrace.device.cpu import num_threads
 from headrace.layers.weights import Checkpoint, WeightSource
 from headrace.models.registry import build_model
 from headrace.models.spec import ModelSpec
+from headrace.quant.cpu import bind_cpu
 from headrace.sampling.sampler import Sampler
 from headrace.spec.base import NullProposer
 from headrace.worker.kv_cache import KVCache
@@ -27,7 +29,7 @@ class Worker:
         layout: KVLayout,
         attention_backend: str | None = None,
     ):
-        self.model = build_model(spec, WeightSource(checkpoint))
+        self.model = build_model(spec, WeightSource(checkpoint), bind_cpu(num_threads()))
         backend, self.attention_refusals = select_backend(
             "cpu", "float32", self.model.attention_layers, layout.block_size, attention_backend
         )

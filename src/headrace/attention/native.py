@@ -1,0 +1,143 @@
+"""The native CPU backend: paged attention in one call that also writes the step's keys and values.
+
+A query's result depends on its own position and history only (csrc/attention.h), as the reference's does; the two
+differ in the last bits, because the order of their sums differs. Pages keep the cache's shape and size, but inside a
+block this backend has an order of its own, which nobody else may read: keys [kv heads, dim, block_size], so that
+neighbouring positions fill a vector, values [kv heads, block_size, dim].
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from headrace.attention.base import AttentionCaps, LayerAttention
+from headrace.core.kv_layout import KVGroup
+from headrace.ops.native.library import address, library, unavailable_reason
+from headrace.ops.xp import Array
+
+if TYPE_CHECKING:
+    from headrace.worker.batch import StepBatch
+
+
+class _JobStruct(ctypes.Structure):
+    """AttentionJob of csrc/kernels.h."""
+
+    _fields_ = [
+        ("q", ctypes.c_void_p),
+        ("q_stride", ctypes.c_ssize_t),
+        ("out", ctypes.c_void_p),
+        ("out_stride", ctypes.c_ssize_t),
+        ("keys", ctypes.c_void_p),
+        ("values", ctypes.c_void_p),
+        ("query_start", ctypes.c_void_p),
+        ("positions", ctypes.c_void_p),
+        ("tables", ctypes.c_void_p),
+        ("table_stride", ctypes.c_ssize_t),
+        ("heads", ctypes.c_int),
+        ("kv_heads", ctypes.c_int),
+        ("dim", ctypes.c_int),
+        ("block_size", ctypes.c_int),
+        ("window", ctypes.c_int),
+        ("scale", ctypes.c_float),
+        ("soft_cap", ctypes.c_float),
+        ("sinks", ctypes.c_void_p),
+    ]
+
+
+@dataclass(frozen=True)
+class NativeMeta:
+    """A step's attention work for one layer group; the arrays are kept alive for the addresses in `job`."""
+
+    job: _JobStruct
+    slots: np.ndarray  # int32 [T]
+    window: int | None
+    block_size: int
+    num_tokens: int
+    num_spans: int
+    arrays: tuple[np.ndarray, ...]
+
+
+def _int32(array: Array) -> np.ndarray:
+    return np.ascontiguousarray(array, np.int32)
+
+
+def _rows(array: Array) -> np.ndarray:
+    """float32 with contiguous rows; tokens may lie apart."""
+    if array.dtype == np.float32 and array.strides[1] == 4:
+        return array
+    return np.ascontiguousarray(array, np.float32)
+
+
+class NativeAttention:
+    """Attention through the native library. Its KV format is float32 in pages of its own order."""
+
+    name = "native"
+    caps = AttentionCaps(devices=frozenset({"cpu"}), kv_formats=frozenset({"float32"}))
+
+    def __init__(self, block_size: int):
+        self.block_size = block_size
+        self._library = library()
+
+    @staticmethod
+    def unavailable() -> str | None:
+        """Why the library cannot be used; None if it can."""
+        return unavailable_reason()
+
+    def plan(self, batch: StepBatch, group: int, spec: KVGroup) -> NativeMeta:
+        """Metadata of `batch` for layer group number `group`. A span's positions must be consecutive."""
+        query_start, positions = _int32(batch.query_start), _int32(batch.positions)
+        tables, slots = _int32(batch.block_tables[group]), _int32(batch.slot_mapping[group])
+        job = _JobStruct(
+            query_start=address(query_start),
+            positions=address(positions),
+            tables=address(tables),
+            table_stride=tables.strides[0] >> 2,
+            block_size=self.block_size,
+            window=spec.window or 0,
+        )
+        num_spans = len(query_start) - 1
+        arrays = (query_start, positions, tables)
+        return NativeMeta(job, slots, spec.window, self.block_size, len(positions), num_spans, arrays)
+
+    def run(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        cache: tuple[Array, Array],
+        meta: NativeMeta,
+        layer: LayerAttention,
+    ) -> Array:
+        """See AttentionBackend.run. Raises ValueError where layer or pages are not those planned for."""
+        keys, values = cache
+        if layer.window != meta.window:
+            raise ValueError(f"layer has window {layer.window}, its KV group {meta.window}")
+        if keys.shape[1] != meta.block_size:
+            raise ValueError(f"planned for blocks of {meta.block_size} tokens, the cache has {keys.shape[1]}")
+        if not (keys.dtype == np.float32 and keys.flags.c_contiguous and values.flags.c_contiguous):
+            raise ValueError("pages must be float32 and contiguous")
+        q, k, v = _rows(q), _rows(k), _rows(v)
+        out = np.empty(q.shape, np.float32)
+        sinks = None if layer.sinks is None else np.ascontiguousarray(layer.sinks, np.float32)
+        job = meta.job
+        job.q, job.q_stride = address(q), q.strides[0] >> 2
+        job.out, job.out_stride = address(out), out.strides[0] >> 2
+        job.keys, job.values = address(keys), address(values)
+        job.heads, job.kv_heads, job.dim = layer.num_heads, layer.num_kv_heads, layer.head_dim
+        job.scale, job.soft_cap = layer.scale, layer.soft_cap or 0.0
+        job.sinks = None if sinks is None else address(sinks)
+        self._library.attention(
+            ctypes.addressof(job),
+            address(k),
+            k.strides[0] >> 2,
+            address(v),
+            v.strides[0] >> 2,
+            address(meta.slots),
+            meta.num_tokens,
+            meta.num_spans,
+        )
+        return out

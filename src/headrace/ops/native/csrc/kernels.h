@@ -1,0 +1,114 @@
+// What the code paths (portable, AVX2, AVX-512) have in common: packed weight formats and the table of kernels that
+// each path fills in. Kernels here run on one thread and on one piece of work; api.cpp cuts the work and spreads it.
+//
+// Packed weights. A matrix [N, K] is cut into panels of 32 outputs; a panel's data is one contiguous stream in the
+// order of K, so a step reads each weight once and forwards only. For the quantised formats a panel is a row of blocks
+// of 32 k, each (sizes in bytes, every part a multiple of a cache line):
+//
+//   nibbles 512   group g (16 outputs) of 2, word z of 4, output n of 16: a uint32 at ((g * 4 + z) * 16 + n) * 4 whose
+//                 nibbles 0, 2, 4, 6 are k = 8z .. 8z+3 and 1, 3, 5, 7 are k = 8z+4 .. 8z+7 (two masks make bytes of it)
+//   bytes 1024    (Q8_0) group g, word z of 8, output n: four bytes, k = 4z .. 4z+3, stored as q + 128
+//   high 128      (Q5_*) a uint32 per output, bit k;  high 256 (Q6_K) two uint32 per output, two bits per k
+//   scales        fp16 d [32], then fp16 m [32] where the format has one: w = q * d + m
+//   K formats     a header every 8 blocks (fp16 D [32], fp16 DM [32]) and byte scales in each block
+//
+// Plain formats (F32, F16, BF16) are 32 values per k.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+namespace headrace {
+
+constexpr int kPanel = 32;    // outputs in a panel
+constexpr int kBlock = 32;    // k in a block of a quantised format
+constexpr int kSuper = 8;     // blocks under one header of a K format
+constexpr int kTile = 64;     // positions in a tile of attention
+constexpr int kPrefetch = 4096;  // bytes ahead: 1 KiB was clearly slower, 2 to 16 KiB alike
+
+enum Format : int { F32 = 0, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, kNumFormats };
+
+struct FormatInfo {
+  int block;         // k per block: 1 or 32
+  int block_bytes;   // of a panel's block
+  int header_bytes;  // of a panel, every 8 blocks
+  int source_block;  // elements in a block of the file's format
+  int source_bytes;  // its bytes
+};
+
+constexpr FormatInfo kFormats[kNumFormats] = {
+    {1, 128, 0, 1, 4},      {1, 64, 0, 1, 2},      {1, 64, 0, 1, 2},       {32, 576, 0, 32, 18},
+    {32, 640, 0, 32, 20},   {32, 704, 0, 32, 22},  {32, 768, 0, 32, 24},   {32, 1088, 0, 32, 34},
+    {32, 576, 128, 256, 144}, {32, 704, 128, 256, 176}, {32, 832, 64, 256, 210},
+};
+
+// Bytes of one panel of a matrix with `k` inputs.
+inline size_t panel_bytes(int format, int k) {
+  const FormatInfo& info = kFormats[format];
+  const size_t blocks = static_cast<size_t>(k / info.block);
+  return blocks * info.block_bytes + (blocks + kSuper - 1) / kSuper * info.header_bytes;
+}
+
+// One panel times `tokens` rows of x. `out` points at the panel's first output; `valid` of its 32 outputs exist.
+struct PanelJob {
+  const uint8_t* weights;
+  int format, k, valid, tokens;
+  const float* x;
+  ptrdiff_t x_stride;
+  float* out;
+  ptrdiff_t out_stride;
+  const float* bias;  // of the panel's outputs, or null
+  float* scratch;     // scratch_floats() floats, 64-byte aligned
+};
+
+// A matrix of vectors that may lie apart: vector (i, j) of count0 x count1 starts at data + i * stride0 + j * stride1.
+struct Vectors {
+  float* data;
+  ptrdiff_t stride0, stride1;
+};
+
+// Queries [first, first + count) of one span for one key/value head.
+struct AttentionItem {
+  int span, kv_head, first, count;
+};
+
+struct AttentionJob {
+  const float* q;
+  ptrdiff_t q_stride;
+  float* out;
+  ptrdiff_t out_stride;
+  const float* keys;    // pages [block][kv head][dim][block_size]
+  const float* values;  // pages [block][kv head][block_size][dim]
+  const int32_t *query_start, *positions, *tables;
+  ptrdiff_t table_stride;
+  int heads, kv_heads, dim, block_size;
+  int window;  // 0: none
+  float scale, soft_cap;  // soft_cap 0: none
+  const float* sinks;     // null: none
+};
+
+struct Kernels {
+  const char* name;
+  void (*linear_panel)(const PanelJob& job);
+  size_t (*linear_scratch)();  // floats
+  void (*rms_norm)(const float* x, float* residual, const float* weight, float* out, int size, float eps);
+  void (*rope)(const float* x, const float* cos, const float* sin, float* out, int half, int dim);
+  void (*gated)(int kind, const float* x, float* out, int half);  // kind 0: silu, 1: gelu (tanh form), 2: gelu
+  void (*attention)(const AttentionJob& job, const AttentionItem& item, float* scratch);
+  size_t (*attention_scratch)(const AttentionJob& job);  // floats
+};
+
+const Kernels* portable_kernels();
+const Kernels* avx2_kernels();    // null where not compiled in
+const Kernels* avx512_kernels();  // null where not compiled in
+
+// Most query vectors (queries times heads that share a key/value head) of one attention item.
+constexpr int kMaxRows = 48;
+inline int queries_per_item(int heads_per_kv) { return heads_per_kv >= kMaxRows ? 1 : kMaxRows / heads_per_kv; }
+
+// pack.cpp, plain code for every processor
+int pack_panel(int format, const uint8_t* rows, size_t row_bytes, const int64_t* order, int num_rows, int first, int k,
+               uint8_t* out);
+void unpack_row(int format, const uint8_t* matrix, int k, int row, float* out);
+float half_to_float(uint16_t bits);
+
+}  // namespace headrace

@@ -1,0 +1,38 @@
+// A code path: the kernels compiled for one set of instructions. Each path_*.cpp defines HEADRACE_PATH (its namespace)
+// and HEADRACE_VECTOR (its vector header) and includes this; setup.py gives each file its own compiler flags.
+//
+// Nothing here may use a standard library template: its code would be compiled with this path's instructions, and the
+// linker might hand it to another path. For the same reason everything lies in an unnamed namespace.
+#include "kernels.h"
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#define INLINE inline __attribute__((always_inline))
+#define NOINLINE __attribute__((noinline))
+
+namespace headrace {
+namespace HEADRACE_PATH {
+namespace {
+#include HEADRACE_VECTOR
+#include "formats.h"
+#include "linear.h"
+#include "pointwise.h"
+#include "attention.h"
+}  // namespace
+
+const Kernels* kernels(const char* name) {
+  static Kernels table;
+  kLinear.fill();
+  table.name = name;
+  table.linear_panel = linear_panel;
+  table.linear_scratch = linear_scratch;
+  table.rms_norm = rms_norm;
+  table.rope = rope;
+  table.gated = gated;
+  table.attention = attention;
+  table.attention_scratch = attention_scratch;
+  return &table;
+}
+}  // namespace HEADRACE_PATH
+}  // namespace headrace

@@ -1,0 +1,10 @@
+// Processors with AVX2, FMA and F16C (Intel since Haswell, AMD since Zen).
+#if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#define HEADRACE_PATH avx2
+#define HEADRACE_VECTOR "vec_avx2.h"
+#include "path.h"
+const headrace::Kernels* headrace::avx2_kernels() { return avx2::kernels("avx2"); }
+#else
+#include "kernels.h"
+const headrace::Kernels* headrace::avx2_kernels() { return nullptr; }
+#endif

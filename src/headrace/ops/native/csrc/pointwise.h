@@ -1,0 +1,88 @@
+// Norms, rotation and gated activations of one token. Included inside a code path's namespace.
+
+// e^x to about an ulp: x = n ln 2 + r with |r| <= ln 2 / 2, ln 2 in two parts (Cody and Waite 1980), a polynomial for
+// e^r. NaN stays NaN, e^0 is exactly 1, results below the smallest normal number are 0 or close to it.
+INLINE f exp(f x) {
+  // the constant is the second operand's role of min and max: they give their second operand where one is NaN
+  const f bounded = max(set1(-104.0f), min(set1(88.72283f), x));
+  const f n = round_even(mul(bounded, set1(1.44269504f)));
+  f r = fnma(n, set1(0.693359375f), bounded);
+  r = fnma(n, set1(-2.12194440e-4f), r);
+  f p = set1(1.9875691500e-4f);  // Cephes expf (Moshier 1992)
+  p = fma(p, r, set1(1.3981999507e-3f));
+  p = fma(p, r, set1(8.3334519073e-3f));
+  p = fma(p, r, set1(4.1665795894e-2f));
+  p = fma(p, r, set1(1.6666665459e-1f));
+  p = fma(p, r, set1(5.0000001201e-1f));
+  p = fma(p, mul(r, r), r);
+  return scale2(add(p, set1(1.0f)), n);
+}
+
+INLINE f tanh(f x) {
+  // 1 - 2 / (e^2x + 1) loses digits near 0, where a caller adds 1 or multiplies by a cap: both absolute, so it may
+  const f e = exp(add(x, x));
+  return sub(set1(1.0f), div(set1(2.0f), add(e, set1(1.0f))));
+}
+
+// out = x / sqrt(mean(x^2) + eps) * weight; with `residual`, that of residual + x, which is stored there first.
+static void rms_norm(const float* x, float* residual, const float* weight, float* out, int size, float eps) {
+  f sum0 = zero(), sum1 = zero();
+  const float* source = x;
+  for (int k = 0; k < size; k += 2 * W) {
+    const int n0 = size - k, n1 = size - k - W;
+    f a = load_n(x + k, n0), b = n1 > 0 ? load_n(x + k + W, n1) : zero();
+    if (residual) {
+      a = add(load_n(residual + k, n0), a);
+      store_n(residual + k, a, n0);
+      if (n1 > 0) {
+        b = add(load_n(residual + k + W, n1), b);
+        store_n(residual + k + W, b, n1);
+      }
+    }
+    sum0 = fma(a, a, sum0);
+    sum1 = fma(b, b, sum1);
+  }
+  if (residual) source = residual;
+  const float mean = reduce_add(add(sum0, sum1)) / static_cast<float>(size);
+  const f scale = set1(1.0f / __builtin_sqrtf(mean + eps));
+  for (int k = 0; k < size; k += W) {
+    const int n = size - k;
+    store_n(out + k, mul(mul(load_n(source + k, n), scale), load_n(weight + k, n)), n);
+  }
+}
+
+// Dimension d turns with d + half; the rest of the head is copied. `out` may be x.
+static void rope(const float* x, const float* cos, const float* sin, float* out, int half, int dim) {
+  for (int d = 0; d < half; d += W) {
+    const int n = half - d;
+    const f c = load_n(cos + d, n), s = load_n(sin + d, n), low = load_n(x + d, n), high = load_n(x + half + d, n);
+    store_n(out + d, sub(mul(low, c), mul(high, s)), n);
+    store_n(out + half + d, add(mul(high, c), mul(low, s)), n);
+  }
+  if (out != x)
+    for (int d = 2 * half; d < dim; ++d) out[d] = x[d];
+}
+
+INLINE f silu(f g) {
+  // below -80 the quotient is under 1e-33; the bound keeps e^-g finite, and NaN goes through it
+  return div(g, add(exp(min(set1(80.0f), sub(zero(), g))), set1(1.0f)));
+}
+
+INLINE f gelu_tanh(f g) {
+  const f inner = mul(set1(0.7978845608f), fma(mul(set1(0.044715f), g), mul(g, g), g));
+  return mul(mul(set1(0.5f), g), add(set1(1.0f), tanh(inner)));
+}
+
+// out [half] = activation(x[0 .. half)) * x[half .. 2 half)
+static void gated(int kind, const float* x, float* out, int half) {
+  if (kind == 2) {
+    for (int k = 0; k < half; ++k)
+      out[k] = 0.5f * x[k] * (1.0f + __builtin_erff(x[k] * 0.70710678f)) * x[half + k];
+    return;
+  }
+  for (int k = 0; k < half; k += W) {
+    const int n = half - k;
+    const f g = load_n(x + k, n), up = load_n(x + half + k, n);
+    store_n(out + k, mul(kind == 0 ? silu(g) : gelu_tanh(g), up), n);
+  }
+}

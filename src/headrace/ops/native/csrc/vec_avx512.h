@@ -1,0 +1,62 @@
+// Sixteen lanes with AVX-512 (F, BW, DQ, VL). Included inside a code path's own namespace.
+constexpr int W = 16;
+constexpr int kMaxDirect = 8;   // tokens that share one pass over packed weights: 2 x 8 sums and the decoder's state
+constexpr int kMaxTokens = 12;  // tokens of a tile: 2 x 12 sums of 32 registers
+constexpr int kAttnRows = 6;    // query vectors at once: 6 x 4 sums
+using f = __m512;
+using i = __m512i;
+
+INLINE f zero() { return _mm512_setzero_ps(); }
+INLINE f set1(float v) { return _mm512_set1_ps(v); }
+INLINE f load(const float* p) { return _mm512_loadu_ps(p); }
+INLINE void store(float* p, f v) { _mm512_storeu_ps(p, v); }
+INLINE __mmask16 lanes(int n) { return n >= 16 ? 0xFFFF : static_cast<__mmask16>((1u << n) - 1); }
+INLINE f load_n(const float* p, int n) { return _mm512_maskz_loadu_ps(lanes(n), p); }
+INLINE void store_n(float* p, f v, int n) { _mm512_mask_storeu_ps(p, lanes(n), v); }
+INLINE f add(f a, f b) { return _mm512_add_ps(a, b); }
+INLINE f sub(f a, f b) { return _mm512_sub_ps(a, b); }
+INLINE f mul(f a, f b) { return _mm512_mul_ps(a, b); }
+INLINE f div(f a, f b) { return _mm512_div_ps(a, b); }
+INLINE f fma(f a, f b, f c) { return _mm512_fmadd_ps(a, b, c); }
+INLINE f fnma(f a, f b, f c) { return _mm512_fnmadd_ps(a, b, c); }
+INLINE f max(f a, f b) { return _mm512_max_ps(a, b); }  // b where either is NaN
+INLINE f min(f a, f b) { return _mm512_min_ps(a, b); }
+INLINE float reduce_add(f v) { return _mm512_reduce_add_ps(v); }
+INLINE float reduce_max(f v) { return _mm512_reduce_max_ps(v); }
+// lanes whose number lies in [low, high) keep v, the others get `other`
+INLINE f keep(f v, int low, int high, f other) {
+  const __mmask16 kept = static_cast<__mmask16>(lanes(high < 0 ? 0 : high) & ~lanes(low < 0 ? 0 : low));
+  return _mm512_mask_mov_ps(other, kept, v);
+}
+INLINE f round_even(f v) { return _mm512_roundscale_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+INLINE f scale2(f v, f n) { return _mm512_scalef_ps(v, n); }  // v * 2^n for whole n
+
+INLINE i words(const uint8_t* p) { return _mm512_loadu_si512(p); }
+INLINE f half(const uint8_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+INLINE f bf16(const uint8_t* p) {
+  const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+}
+INLINE f bytes_u8(const uint8_t* p) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
+INLINE f bytes_i8(const uint8_t* p) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
+// A look-up uses the low four bits of each word only, so neither a mask nor a conversion is needed.
+INLINE f table16() { return _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
+INLINE f table2() { return _mm512_setr_ps(0, 16, 0, 16, 0, 16, 0, 16, 0, 16, 0, 16, 0, 16, 0, 16); }
+INLINE f table4() { return _mm512_setr_ps(0, 16, 32, 48, 0, 16, 32, 48, 0, 16, 32, 48, 0, 16, 32, 48); }
+INLINE f nibble(i w, int shift) { return _mm512_permutexvar_ps(_mm512_srli_epi32(w, shift), table16()); }
+INLINE f nibble_bit(i w, int shift, i high, int bit) {
+  return add(nibble(w, shift), _mm512_permutexvar_ps(_mm512_srli_epi32(high, bit), table2()));
+}
+INLINE f nibble_pair(i w, int shift, i high, int bit) {
+  return add(nibble(w, shift), _mm512_permutexvar_ps(_mm512_srli_epi32(high, bit), table4()));
+}
+INLINE i unbias(i w) { return _mm512_xor_si512(w, _mm512_set1_epi32(static_cast<int>(0x80808080u))); }
+INLINE f byte(i w, int index) {
+  const i up = index == 3 ? w : _mm512_slli_epi32(w, 24 - 8 * index);
+  return _mm512_cvtepi32_ps(_mm512_srai_epi32(up, 24));
+}
+INLINE void prefetch(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }

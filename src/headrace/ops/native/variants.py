@@ -1,0 +1,128 @@
+"""Registers the native kernels as variants of the ops. What they cannot take goes to the reference: arrays that are not
+float32 numpy arrays with contiguous last axes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from headrace import ops
+from headrace.ops.native import packed  # noqa: F401  (registers packed_linear)
+from headrace.ops.native.library import address, library
+from headrace.ops.registry import bind
+
+_SILU, _GELU_TANH, _GELU = range(3)
+
+
+def bind_native() -> dict[str, str]:
+    """Bind every op that has a native variant to it; returns what each op is bound to."""
+    return bind(("native",))
+
+
+def bind_references() -> dict[str, str]:
+    """Bind every op to its reference."""
+    return bind(())
+
+
+def _plain(*arrays: Any) -> bool:
+    """Every array is float32 of numpy with a contiguous last axis."""
+    return all(
+        isinstance(array, np.ndarray) and array.dtype == np.float32 and array.ndim and array.strides[-1] == 4
+        for array in arrays
+    )
+
+
+@ops.rms_norm.variant("native")
+def _rms_norm(x: np.ndarray, weight: np.ndarray, eps: float, out: np.ndarray | None = None) -> np.ndarray:
+    if not _plain(x, weight) or x.ndim > 3 or x.ndim < 2 or (out is not None and not _plain(out)):
+        return ops.rms_norm.reference(x, weight, eps, out=out)
+    if out is None:
+        out = np.empty(x.shape, np.float32)
+    apart = x.ndim == 3
+    library().rms_norm(
+        address(x),
+        x.strides[0] >> 2,
+        x.strides[1] >> 2 if apart else 0,
+        x.shape[0],
+        x.shape[1] if apart else 1,
+        address(weight),
+        address(out),
+        out.strides[0] >> 2,
+        out.strides[1] >> 2 if apart else 0,
+        x.shape[-1],
+        eps,
+    )
+    return out
+
+
+@ops.add_rms_norm.variant("native")
+def _add_rms_norm(
+    x: np.ndarray, residual: np.ndarray, weight: np.ndarray, eps: float, out: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    if not _plain(x, residual, weight) or x.ndim != 2 or (out is not None and not _plain(out)):
+        return ops.add_rms_norm.reference(x, residual, weight, eps, out=out)
+    if out is None:
+        out = np.empty(x.shape, np.float32)
+    library().add_rms_norm(
+        address(x),
+        x.strides[0] >> 2,
+        address(residual),
+        residual.strides[0] >> 2,
+        x.shape[0],
+        address(weight),
+        address(out),
+        out.strides[0] >> 2,
+        x.shape[1],
+        eps,
+    )
+    return out, residual
+
+
+@ops.rope.variant("native")
+def _rope(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+    if not _plain(x, cos, sin) or cos.strides != sin.strides or (out is not None and not _plain(out)):
+        return ops.rope.reference(x, cos, sin, out=out)
+    if out is None:
+        out = np.empty(x.shape, np.float32)
+    library().rope(
+        address(x),
+        x.strides[0] >> 2,
+        x.strides[1] >> 2,
+        x.shape[0],
+        x.shape[1],
+        address(cos),
+        address(sin),
+        cos.strides[0] >> 2,
+        address(out),
+        out.strides[0] >> 2,
+        out.strides[1] >> 2,
+        cos.shape[1],
+        x.shape[2],
+    )
+    return out
+
+
+def _gated(kind: int, reference: Any, x: np.ndarray, out: np.ndarray | None) -> np.ndarray:
+    if not _plain(x) or x.ndim != 2 or (out is not None and not _plain(out)):
+        return reference(x, out=out)
+    tokens, half = x.shape[0], x.shape[1] // 2
+    if out is None:
+        out = np.empty((tokens, half), np.float32)
+    library().gated(kind, address(x), x.strides[0] >> 2, address(out), out.strides[0] >> 2, tokens, half)
+    return out
+
+
+@ops.silu_mul.variant("native")
+def _silu_mul(x: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+    return _gated(_SILU, ops.silu_mul.reference, x, out)
+
+
+@ops.gelu_tanh_mul.variant("native")
+def _gelu_tanh_mul(x: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+    return _gated(_GELU_TANH, ops.gelu_tanh_mul.reference, x, out)
+
+
+@ops.gelu_mul.variant("native")
+def _gelu_mul(x: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+    return _gated(_GELU, ops.gelu_mul.reference, x, out)
