@@ -92,3 +92,13 @@ def test_counts(tied: bool) -> None:
 def test_windows_reach_the_layers() -> None:
     model = random_model(replace(SPEC, windows=(None, 7)))
     assert [layer.window for layer in model.attention_layers] == [None, 7]
+
+
+def test_supported_is_listed_with_formats(capsys: pytest.CaptureFixture[str]) -> None:
+    from headrace.cli.main import main
+
+    assert main(["models", "--supported"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["family", "formats", "for", "example"]
+    assert [line.split()[0] for line in lines[1:]] == list(supported())
+    assert any(line.startswith("gemma3") and "HF, GGUF" in line and "Gemma 3 270M" in line for line in lines)
