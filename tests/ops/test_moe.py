@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from test_reference_ops import check_invariant, check_torch, normal
 
 from headrace import ops
 from headrace.ops.moe import choose
-from test_reference_ops import check_invariant, check_torch, normal
 
 HIDDEN, INNER, NUM = 12, 20, 7
 

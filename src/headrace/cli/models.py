@@ -10,7 +10,7 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
     puller.add_argument("name", nargs="?", help="built-in name or hub id (org/name); none: smollm2-135m")
     puller.set_defaults(command=pull)
     lister = commands.add_parser("models", help="list models", description="List the models in the cache.")
-    lister.add_argument("--supported", action="store_true", help="list the model families that can be run, and their formats")
+    lister.add_argument("--supported", action="store_true", help="list the families that can be run, and their formats")
     lister.set_defaults(command=models)
 
 
