@@ -9,8 +9,9 @@ import pytest
 from ledger_cases import FACTS, record
 
 from headrace.core.plan import StageTimes
+from headrace.ledger.book import Ledger
 from headrace.ledger.explain import WIDTH, amount_text, explain_step, group_texts, seconds_text, summarize
-from headrace.ledger.record import Ledger, StepRecord
+from headrace.ledger.record import StepRecord
 from headrace.ledger.work import StepWork
 
 PREFILL = {

@@ -12,15 +12,9 @@ import pytest
 from ledger_cases import FACTS, record, spans
 
 from headrace.core.plan import StageTimes, StepPlan
-from headrace.ledger.record import (
-    Ledger,
-    NullLedger,
-    StepRecord,
-    judge,
-    read_jsonl,
-    split_tokens,
-    to_line,
-)
+from headrace.ledger.book import Ledger, NullLedger
+from headrace.ledger.jsonl import read_jsonl, to_line
+from headrace.ledger.record import StepRecord, judge, split_tokens
 from headrace.ledger.work import StepWork
 
 # FACTS: 20 GB/s and 200 GFLOP/s, so 200 MB and 2 GFLOP take 10 ms each

@@ -23,20 +23,38 @@ class StepRunner(Protocol):
 
 
 class StepObserver(Protocol):
-    """What is told of every step (the ledger)."""
+    """What is told of every request and step (the ledger)."""
 
-    def planned(self, plan: StepPlan, scheduler: Scheduler, seconds: float) -> None: ...
+    def added(self, request: Request) -> None:
+        """A request was queued."""
+        ...
 
-    def committed(self, plan: StepPlan, result: StepResult, scheduler: Scheduler, seconds: float) -> None: ...
+    def planned(self, plan: StepPlan, scheduler: Scheduler, seconds: float) -> None:
+        """A plan was made, which took `seconds`, and goes to the executor now."""
+        ...
+
+    def committed(self, plan: StepPlan, result: StepResult, outputs: list[TokenOutput], seconds: float) -> None:
+        """A result was taken, which took `seconds`, and brought `outputs`; in the order of the plans."""
+        ...
+
+    def aborted(self, outputs: list[TokenOutput]) -> None:
+        """Requests were ended between steps."""
+        ...
 
 
 class NullObserver:
     """Observes nothing."""
 
+    def added(self, request: Request) -> None:
+        pass
+
     def planned(self, plan: StepPlan, scheduler: Scheduler, seconds: float) -> None:
         pass
 
-    def committed(self, plan: StepPlan, result: StepResult, scheduler: Scheduler, seconds: float) -> None:
+    def committed(self, plan: StepPlan, result: StepResult, outputs: list[TokenOutput], seconds: float) -> None:
+        pass
+
+    def aborted(self, outputs: list[TokenOutput]) -> None:
         pass
 
 
@@ -56,10 +74,13 @@ class EngineCore:
     def add(self, request: Request) -> None:
         """Queue a request; RequestError if it could never run."""
         self.scheduler.add(request)
+        self._observer.added(request)
 
     def abort(self, request_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT) -> list[TokenOutput]:
         """End requests now, wherever they are; returns what ended."""
-        return self.scheduler.abort(request_ids, reason)
+        outputs = self.scheduler.abort(request_ids, reason)
+        self._observer.aborted(outputs)
+        return outputs
 
     @property
     def has_work(self) -> bool:
@@ -82,7 +103,7 @@ class EngineCore:
         result = future.result()
         started = time.perf_counter()
         outputs = self.scheduler.commit(plan, result)
-        self._observer.committed(plan, result, self.scheduler, time.perf_counter() - started)
+        self._observer.committed(plan, result, outputs, time.perf_counter() - started)
         if self._always_check or not self.has_work:
             self.scheduler.check()
         return outputs

@@ -19,10 +19,11 @@ from headrace.executor.inproc import InProcessExecutor
 from headrace.frontend.chat import ChatTemplate
 from headrace.frontend.input import InputProcessor, Prompt
 from headrace.frontend.output import ChoiceStream, CompletionOutput, RequestOutput, Update
+from headrace.ledger.bill import Bill, merge
+from headrace.ledger.book import Ledger, NullLedger
 from headrace.ledger.cost import CostModel
 from headrace.ledger.machine import machine_facts
 from headrace.ledger.observer import LedgerObserver
-from headrace.ledger.record import Ledger, NullLedger
 from headrace.ledger.work import WorkModel
 from headrace.loading.checkpoint import open_checkpoint
 from headrace.loading.store import resolve_model
@@ -51,12 +52,19 @@ class Engine:
             )
         )
         self.ledger: Ledger = NullLedger()
-        observer: StepObserver = NullObserver()
+        self._observer: LedgerObserver | None = None
         if self.config.ledger:
             facts = machine_facts()
-            work = WorkModel.for_layout(self.spec, self._worker.model.weight_bytes, layout)
+            weight_bytes = self._worker.model.weight_bytes
+            work = WorkModel.for_layout(self.spec, weight_bytes, layout)
+            cost = CostModel(facts)
+            self._cost_name = "|".join(
+                (self.checkpoint.name, str(weight_bytes), self.config.mode, self._worker.attention_backend)
+            )
+            cost.restore(self._cost_name)
+            self._num_restored = cost.num_observed
             self.ledger = Ledger(facts)
-            observer = LedgerObserver(self.ledger, work, CostModel(facts))
+            self._observer = LedgerObserver(self.ledger, work, cost, self.config.max_num_seqs)
         limits = SchedulerLimits(
             self.config.max_num_seqs,
             self.config.max_num_batched_tokens,
@@ -64,6 +72,7 @@ class Engine:
             self.config.scheduling,
         )
         scheduler = Scheduler(limits, KVCacheManager(layout, self.config.prefix_caching))
+        observer: StepObserver = self._observer or NullObserver()
         self._core = EngineCore(scheduler, self._executor, self.config.steps_in_flight, observer)
         self._input = InputProcessor(self.tokenizer, self.spec, self.config.max_model_len)
         self._streams: dict[str, ChoiceStream] = {}  # core request id -> its choice
@@ -131,6 +140,18 @@ class Engine:
         ids = [key for key, stream in self._streams.items() if stream.output is output]
         return self._take(self._core.abort(ids))
 
+    def bill(self, request_id: str) -> Bill | None:
+        """Where the time of a request of this id went, all its choices together (ledger/bill.py says how they are
+        merged); so far, if it still runs. None: never heard of, ended too long ago, or no ledger is kept."""
+        if self._observer is None:
+            return None
+        bill = self._observer.bill(request_id)
+        if bill is not None:
+            return bill
+        choices = (self._observer.bill(f"{request_id}/{index}") for index in itertools.count())
+        bills = list(itertools.takewhile(lambda bill: bill is not None, choices))
+        return merge([bill for bill in bills if bill is not None], request_id) if bills else None
+
     def _take(self, news_list: Iterable[TokenOutput]) -> list[Update]:
         updates = []
         for news in news_list:
@@ -153,7 +174,10 @@ class Engine:
         self._core.abort(list(self._streams))
         self._streams.clear()
         self.ledger.close()
+        if self._observer is not None and self._observer.cost.num_observed >= self._num_restored + _WORTH_KEEPING:
+            self._observer.cost.save(self._cost_name)
         self._executor.stop()
 
 
+_WORTH_KEEPING = 32  # steps observed: fewer teach the cost model too little to be kept
 _GENERATION = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")

@@ -11,6 +11,7 @@ from headrace.core.request import RequestError
 from headrace.frontend.engine import Engine
 from headrace.frontend.input import Prompt
 from headrace.frontend.output import RequestOutput, Update
+from headrace.ledger.bill import Bill
 from headrace.ledger.explain import summarize
 from headrace.sampling.params import SamplingParams
 
@@ -104,6 +105,10 @@ class LLM:
     def explain(self) -> str:
         """Where the time of the steps so far went, and what bound them."""
         return summarize(self.engine.ledger)
+
+    def bill(self, output: RequestOutput) -> Bill | None:
+        """Where a prompt's time went: items that sum to its wall time. None where no ledger is kept, or no longer."""
+        return self.engine.bill(output.request_id)
 
     def close(self) -> None:
         """End what runs and free the model."""

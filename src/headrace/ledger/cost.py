@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 
 from headrace.ledger.machine import MachineFacts, cache_dir, read_json, write_json_atomic
-from headrace.ledger.work import StepWork
+from headrace.ledger.work import StepWork, WorkModel
 
 FORMAT = 1
 FEATURES = ("step", "span", "weights", "excess", "token", "tile", "kv", "pairs", "logits")
@@ -99,6 +99,28 @@ class CostModel:
     def predict(self, work: StepWork) -> float:
         """Seconds that a step with this work will take."""
         return _dot(self._coefficients, self.features(work))
+
+    def predict_each(self, model: WorkModel, spans: np.ndarray, yields: np.ndarray, decodes: bool) -> np.ndarray:
+        """Seconds that each span (int [4, S], bool [S], as in a StepPlan) would have taken as a step of its own,
+        float64 [S]: `predict`, many at once. `decodes` says that all are one token long and yield, and saves time."""
+        step, span, by_weights, excess, by_token, by_tile, kv, by_pairs, by_logits = self._coefficients
+        bandwidth, rate = self.facts.read_bandwidth, self.facts.flops
+        if decodes:
+            shared, visible = model.decodes(spans[1])
+            num_bytes, flops = model.read_token
+            return visible * (kv * num_bytes / bandwidth + by_pairs * flops / rate) + self.predict(shared)
+        work = model.each(spans, yields)
+        weights = work.bytes_weights / bandwidth
+        linear = work.flops_linear / rate
+        logits = work.flops_head / rate
+        seconds = by_weights * weights + (1e-3 * step + 1e-5 * span)
+        seconds += excess * np.maximum(linear + logits - weights, 0.0)
+        seconds += by_token * linear
+        seconds += by_tile * weights * np.maximum(np.ceil(work.num_tokens / self.tile) - 1.0, 0.0)
+        seconds += (kv / bandwidth) * work.bytes_kv
+        seconds += (by_pairs / rate) * work.flops_attention
+        seconds += by_logits * logits
+        return seconds
 
     def breakdown(self, work: StepWork) -> dict[str, float]:
         """The prediction by feature; the values sum to `predict(work)`."""

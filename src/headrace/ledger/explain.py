@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from headrace.ledger.record import BOUNDS, STAGES, Ledger, StepRecord
+from headrace.ledger.book import Ledger
+from headrace.ledger.record import BOUNDS, STAGES, StepRecord
 
 WIDTH = 100
 _MOST_GROUPS = 5

@@ -1,25 +1,50 @@
-"""What ties the step loop to the ledger: opens a record when a step is planned, closes it when it commits."""
+"""What ties the step loop to the ledger: opens a record when a step is planned, closes it when it commits, and keeps
+the accounts of the requests alive."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from headrace.core.plan import StepPlan, StepResult
+from headrace.core.request import Request, TokenOutput
 from headrace.core.scheduler import Scheduler
+from headrace.ledger.bill import Bill, BillKeeper
+from headrace.ledger.book import Ledger
 from headrace.ledger.cost import CostModel
-from headrace.ledger.record import Ledger, OpenStep, split_tokens
+from headrace.ledger.record import OpenStep, split_tokens
 from headrace.ledger.work import WorkModel
 
 
 class LedgerObserver:
-    """A `StepObserver` (core/loop.py) that records every step and teaches the cost model."""
+    """A `StepObserver` (core/loop.py) that records every step, bills every request and teaches the cost model.
 
-    def __init__(self, ledger: Ledger, work: WorkModel, cost: CostModel):
+    `num_rows` is the size of the request table; `clock` is that of `Request.arrival`, in seconds.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        work: WorkModel,
+        cost: CostModel,
+        num_rows: int,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         self.ledger = ledger
         self.cost = cost
         self._work = work
-        self._open: dict[int, tuple[OpenStep, float]] = {}  # with the monotonic time at which planning began
+        self._bills = BillKeeper(num_rows)
+        self._clock = clock
+        self._open: dict[int, tuple[OpenStep, float]] = {}  # with the time at which planning began
         self._last_commit = 0.0
+
+    def bill(self, request_id: str) -> Bill | None:
+        """The bill of a request, alive (then so far) or ended; None if it is not known, or no longer."""
+        alive = self._bills.bill(request_id, self._clock())
+        return self.ledger.bill(request_id) if alive is None else alive
+
+    def added(self, request: Request) -> None:
+        self._bills.add(request)
 
     def planned(self, plan: StepPlan, scheduler: Scheduler, seconds: float) -> None:
         step = self.ledger.begin(plan.step_id)
@@ -28,18 +53,29 @@ class LedgerObserver:
         step.num_prefill_tokens, step.num_decode_tokens = split_tokens(plan)
         step.num_rows, step.num_waiting = trace.num_running, trace.num_waiting
         step.blocks_free, step.blocks_total = pool.num_free, pool.num_blocks
-        step.refusals, step.preempted = trace.refusals, trace.preempted
+        step.refusals, step.preempted, step.prefixes = trace.refusals, trace.preempted, trace.prefixes
         step.work = self._work.of_plan(plan)
         step.predicted = self.cost.predict(step.work)
         step.schedule = seconds
-        self._open[plan.step_id] = step, time.perf_counter() - seconds
+        self._open[plan.step_id] = step, self._clock() - seconds
 
-    def committed(self, plan: StepPlan, result: StepResult, scheduler: Scheduler, seconds: float) -> None:
+    def committed(self, plan: StepPlan, result: StepResult, outputs: list[TokenOutput], seconds: float) -> None:
         step, began = self._open.pop(plan.step_id)
         step.num_output_tokens = sum(map(len, result.tokens))
         step.times, step.commit = result.times, seconds
-        now = time.perf_counter()
+        decodes = step.num_prefill_tokens == 0 and step.num_decode_tokens == step.num_spans
+        own = self.cost.predict_each(self._work, plan.spans, plan.yields, decodes)
+        now = self._clock()
         step.total = now - max(began, self._last_commit)  # with steps in flight: what it added after the one before
         self._last_commit = now
+        self._bills.step(plan, own, began, now)
         self.cost.observe(step.work, step.total)
         self.ledger.finish(step)
+        self._end(outputs, now)
+
+    def aborted(self, outputs: list[TokenOutput]) -> None:
+        self._end(outputs, self._clock())
+
+    def _end(self, outputs: list[TokenOutput], now: float) -> None:
+        for bill in self._bills.end(outputs, now):
+            self.ledger.add_bill(bill)

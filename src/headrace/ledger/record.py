@@ -1,29 +1,19 @@
-"""The step ledger: what each step did, how long each stage took, what bound it, what was decided and refused.
+"""The record of one step: what it did, how long each stage took, what bound it, what was decided and refused.
 
-    step = ledger.begin(step_id)           # an OpenStep: the scheduler and the loop write into it
-    step.decide(...); step.refuse(...)
-    step.work, step.times, ... = ...
-    ledger.finish(step)                    # judged, frozen into a StepRecord, kept
-
-A ring holds the latest records, totals cover the ledger's whole life, and a stream (optional) writes each record as
-one line of JSON. `NullLedger` takes the same calls and keeps nothing. One thread writes; readers take copies.
+An `OpenStep` is written into while the step runs; `close` judges it and freezes it into a `StepRecord`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
 import time
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from os import PathLike
-from typing import Any, Literal, NamedTuple, TextIO
-
-import numpy as np
+from typing import Any, Literal, NamedTuple
 
 from headrace.core.plan import StageTimes, StepPlan
+from headrace.core.prefix import Miss
+from headrace.core.scheduler import PrefixUse
 from headrace.ledger.machine import MachineFacts
 from headrace.ledger.work import StepWork
 
@@ -131,6 +121,7 @@ class StepRecord:
     decisions: tuple[Decision, ...] = ()
     refusals: tuple[str, ...] = ()  # "request 7 not admitted: needs 12 blocks, 3 free"
     preempted: tuple[str, ...] = ()  # request ids
+    prefixes: tuple[PrefixUse, ...] = ()  # what the prefix cache did for the requests admitted for the first time
 
     @property
     def bound(self) -> Bound:
@@ -156,6 +147,7 @@ class StepRecord:
         value["decisions"] = [decision._asdict() for decision in self.decisions]
         value["refusals"] = self.refusals
         value["preempted"] = self.preempted
+        value["prefixes"] = [_use_to_json(use) for use in self.prefixes]
         return value
 
     @classmethod
@@ -175,14 +167,27 @@ class StepRecord:
                 ),
                 refusals=tuple(value["refusals"]),
                 preempted=tuple(value["preempted"]),
+                prefixes=tuple(_use_from_json(use) for use in value.get("prefixes", ())),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a step record: {type(error).__name__}: {error}") from None
 
 
 _TIMES = ("prepare", "forward", "logits", "sample")
-_COMPOUND = {"work", "times", "judgement", "decisions", "refusals", "preempted"}
+_COMPOUND = {"work", "times", "judgement", "decisions", "refusals", "preempted", "prefixes"}
 _SCALARS = tuple(name for name in StepRecord.__dataclass_fields__ if name not in _COMPOUND)
+
+
+def _use_to_json(use: PrefixUse) -> dict[str, Any]:
+    value: dict[str, Any] = {"request_id": use.request_id, "num_tokens": use.num_tokens, "num_cached": use.num_cached}
+    if use.miss is not None:
+        value |= {"position": use.miss.position, "reason": use.miss.reason}
+    return value
+
+
+def _use_from_json(value: dict[str, Any]) -> PrefixUse:
+    miss = Miss(_number(value["position"]), value["reason"]) if "reason" in value else None
+    return PrefixUse(value["request_id"], _number(value["num_tokens"]), _number(value["num_cached"]), miss)
 
 
 def _number(value: Any) -> Any:
@@ -191,46 +196,6 @@ def _number(value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"a number was expected, not {value!r}")
     return value
-
-
-def _finite(value: Any) -> Any:
-    """`value` with every number that JSON cannot hold replaced by None, and numpy's numbers by Python's."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    if isinstance(value, np.generic):
-        value = value.item()
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-_ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))  # made once: `dumps` would make one a call
-
-
-def to_line(record: StepRecord) -> str:
-    """The record as one line of strict JSON, without the newline."""
-    value = record.to_json()
-    try:
-        return _ENCODER.encode(value)
-    except (ValueError, TypeError):  # the rare record with such a number pays for the clean copy
-        return json.dumps(_finite(value), allow_nan=False, separators=(",", ":"), default=str)
-
-
-def read_jsonl(path: str | PathLike[str]) -> list[StepRecord]:
-    """The records of a file. A line that is no JSON was cut short when its process died, and is dropped; JSON that is
-    no record is a ValueError that names the line."""
-    records = []
-    with open(path, encoding="utf-8", errors="replace") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                value = json.loads(line)
-            except ValueError:
-                continue
-            try:
-                records.append(StepRecord.from_json(value))
-            except ValueError as error:
-                raise ValueError(f"{path}, line {number}: {error}") from None
-    return records
 
 
 @dataclass(slots=True)
@@ -256,6 +221,7 @@ class OpenStep:
     decisions: list[Decision] = field(default_factory=list)
     refusals: list[str] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
+    prefixes: list[PrefixUse] = field(default_factory=list)
 
     def decide(self, what: str, chosen: str, alternatives: Iterable[str] = (), reason: str = "") -> None:
         """Note a choice."""
@@ -274,167 +240,5 @@ class OpenStep:
             self.num_output_tokens, self.num_rows, self.num_waiting, self.blocks_free, self.blocks_total, self.work,
             self.schedule, times, self.commit, total, self.predicted,
             judge(facts, self.work, times, self.schedule + self.commit, total),
-            tuple(self.decisions), tuple(self.refusals), tuple(self.preempted),
+            tuple(self.decisions), tuple(self.refusals), tuple(self.preempted), tuple(self.prefixes),
         )  # fmt: skip
-
-
-@dataclass(slots=True)
-class Totals:
-    """Sums over every step of a ledger's life."""
-
-    steps: int = 0
-    prefill_tokens: int = 0
-    decode_tokens: int = 0
-    output_tokens: int = 0
-    seconds: float = 0.0
-    seconds_by_bound: dict[str, float] = field(default_factory=lambda: dict.fromkeys(BOUNDS, 0.0))
-    steps_by_bound: dict[str, int] = field(default_factory=lambda: dict.fromkeys(BOUNDS, 0))
-    preemptions: int = 0
-    refusals: int = 0
-
-    def add(self, record: StepRecord) -> None:
-        bound = record.judgement.bound
-        self.steps += 1
-        self.prefill_tokens += record.num_prefill_tokens
-        self.decode_tokens += record.num_decode_tokens
-        self.output_tokens += record.num_output_tokens
-        self.seconds += record.total
-        self.seconds_by_bound[bound] += record.total
-        self.steps_by_bound[bound] += 1
-        self.preemptions += len(record.preempted)
-        self.refusals += len(record.refusals)
-
-
-class _Stream:
-    """Lines that reach the disk in batches: when `every` wait, when the oldest is `seconds` old, and at the end.
-
-    A file that cannot be written ends the stream, never the engine; `error` then says why.
-    """
-
-    def __init__(self, path: str | PathLike[str], every: int = 64, seconds: float = 1.0) -> None:
-        self.error = ""
-        self._every, self._seconds = every, seconds
-        self._waiting: list[StepRecord] = []
-        self._oldest = 0.0
-        self._file: TextIO | None = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by `close`
-        if self._file.tell():
-            self._file.write("\n")  # should the last writer have died within a line, ours start on a fresh one
-
-    def add(self, record: StepRecord) -> None:
-        if self._file is None:
-            return
-        now = time.monotonic()
-        if not self._waiting:
-            self._oldest = now
-        self._waiting.append(record)
-        if len(self._waiting) >= self._every or now - self._oldest >= self._seconds:
-            self.flush()
-
-    def flush(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        if self._file is None or not waiting:
-            return
-        try:
-            self._file.write("".join(to_line(record) + "\n" for record in waiting))
-            self._file.flush()
-        except OSError as error:
-            self._fail(error)
-
-    def close(self) -> None:
-        self.flush()
-        file, self._file = self._file, None
-        if file is not None:
-            try:
-                file.close()
-            except OSError as error:
-                self._fail(error)
-
-    def _fail(self, error: OSError) -> None:
-        self.error = f"{type(error).__name__}: {error}"
-        file, self._file = self._file, None
-        if file is not None:
-            with contextlib.suppress(OSError):  # closing writes again what could not be written
-                file.close()
-
-
-class Ledger:
-    """The latest `capacity` records, totals of all, and a stream to `stream_path` if given (appended to; OSError when
-    it cannot be opened). Use as a context manager, or call `close` to write out what the stream still holds."""
-
-    enabled = True
-
-    def __init__(
-        self, facts: MachineFacts, capacity: int = 4096, stream_path: str | PathLike[str] | None = None
-    ) -> None:
-        if capacity < 1:
-            raise ValueError(f"capacity must be at least 1, got {capacity}")
-        self.facts = facts
-        self.totals = Totals()
-        self._ring: deque[StepRecord] = deque(maxlen=capacity)
-        self._stream = None if stream_path is None else _Stream(stream_path)
-
-    def begin(self, step_id: int) -> OpenStep:
-        """Open the record of a step; several may be open at once."""
-        return OpenStep(step_id)
-
-    def finish(self, step: OpenStep) -> None:
-        """Judge `step` and keep it."""
-        self.add(step.close(self.facts))
-
-    def add(self, record: StepRecord) -> None:
-        """Keep a record; the oldest leaves a full ring."""
-        self._ring.append(record)
-        self.totals.add(record)
-        if self._stream is not None:
-            self._stream.add(record)
-
-    def records(self, last: int | None = None) -> list[StepRecord]:
-        """The records in the ring, oldest first; only the `last` ones if given."""
-        records = list(self._ring)
-        return records if last is None else records[max(len(records) - last, 0) :]
-
-    def __len__(self) -> int:
-        return len(self._ring)
-
-    @property
-    def stream_error(self) -> str:
-        """Why the stream ended early; "" while all is well."""
-        return "" if self._stream is None else self._stream.error
-
-    def write_jsonl(self, path: str | PathLike[str]) -> int:
-        """Write the ring's records, oldest first, one a line; say how many. Replaces the file; may raise OSError."""
-        records = self.records()
-        with open(path, "w", encoding="utf-8") as file:
-            file.writelines(to_line(record) + "\n" for record in records)
-        return len(records)
-
-    def flush(self) -> None:
-        """Bring the stream's file up to date."""
-        if self._stream is not None:
-            self._stream.flush()
-
-    def close(self) -> None:
-        """End the stream; the ring and the totals stay readable. Calling it again does nothing."""
-        if self._stream is not None:
-            self._stream.close()
-
-    def __enter__(self) -> Ledger:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-class NullLedger(Ledger):
-    """Takes every call and keeps nothing; `enabled` lets a loop skip what only a record needs."""
-
-    enabled = False
-
-    def __init__(self) -> None:
-        super().__init__(MachineFacts("none", 1.0, 1.0, 1, 0.0), capacity=1)
-
-    def finish(self, step: OpenStep) -> None:
-        pass
-
-    def add(self, record: StepRecord) -> None:
-        pass

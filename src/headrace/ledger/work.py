@@ -54,6 +54,17 @@ class StepWork(NamedTuple):
         return self.flops_linear + self.flops_attention + self.flops_head
 
 
+class SpanWork(NamedTuple):
+    """What each span of a step would be as a step of its own; float64 [S] each."""
+
+    num_tokens: np.ndarray
+    bytes_weights: np.ndarray
+    bytes_kv: np.ndarray  # read and written
+    flops_linear: np.ndarray
+    flops_attention: np.ndarray
+    flops_head: np.ndarray
+
+
 def linear_params(spec: ModelSpec) -> int:
     """Weights that a token is multiplied with in all transformer layers: of experts, those it is sent to.
 
@@ -139,6 +150,8 @@ class WorkModel:
         per_layer = 4 * spec.hidden_size + 2 * (spec.q_size + spec.kv_size) + 3 * spec.intermediate_size
         self._token_activations = float(_FLOAT32 * spec.num_layers * per_layer)
         self._logit_activations = float(_FLOAT32 * (spec.hidden_size + spec.vocab_size))
+        one = np.array([[0], [0], [1], [0]])
+        self._decode = self.work(one, 1)._replace(bytes_kv_read=0.0, flops_attention=0.0)
 
     @classmethod
     def for_layout(cls, spec: ModelSpec, weight_bytes: int, layout: KVLayout) -> WorkModel:
@@ -187,3 +200,44 @@ class WorkModel:
             flops_attention=pairs * self._pair_flops,
             flops_head=num_logits * self._head_flops,
         )
+
+    def each(self, spans: np.ndarray, yields: np.ndarray) -> SpanWork:
+        """Work of every span (int [4, S], as in a StepPlan) had it been a step alone. A handful of array operations,
+        since it is asked of every step."""
+        starts, lengths, drafts = spans[1:4].astype(np.float64)
+        logits = (drafts + 1.0) * yields
+        visible = np.zeros_like(lengths)
+        pairs = np.zeros_like(lengths)
+        for window, layers in self._groups:
+            if window is None:
+                visible += layers * (starts + lengths)
+                pairs += layers * lengths * (starts + 0.5 * (lengths + 1.0))
+                continue
+            short = np.minimum(np.maximum(window - starts, 0.0), lengths)  # as in `work`
+            visible += layers * (lengths + np.minimum(starts, window - 1.0))
+            pairs += layers * (short * (starts + 0.5 * (short + 1.0)) + (lengths - short) * window)
+        weights = lengths * self._row_bytes + (self.head_bytes * yields + self._layer_bytes)
+        if self._expert_bytes:
+            weights -= self._expert_bytes * self._unchosen**lengths
+        return SpanWork(
+            num_tokens=lengths,
+            bytes_weights=weights,
+            bytes_kv=(visible + self.spec.num_layers * lengths) * self.kv_bytes_per_token_layer,
+            flops_linear=lengths * self._linear_flops,
+            flops_attention=pairs * self._pair_flops,
+            flops_head=logits * self._head_flops,
+        )
+
+    def decodes(self, starts: np.ndarray) -> tuple[StepWork, np.ndarray]:
+        """`each` for spans of one token at `starts`, in less time: the work that all of them share, which is that of a
+        decode that reads nothing, and the tokens that each reads, float64 [S], summed over layers. A token read costs
+        `read_token` more."""
+        visible = np.zeros(len(starts))
+        for window, layers in self._groups:
+            visible += layers * (starts + 1.0 if window is None else np.minimum(starts + 1.0, window))
+        return self._decode, visible
+
+    @property
+    def read_token(self) -> tuple[float, float]:
+        """(bytes, attention FLOP) of one query that looks at one token in one layer."""
+        return self.kv_bytes_per_token_layer, self._pair_flops
