@@ -12,12 +12,46 @@ from headrace.sampling.params import SamplingParams
 VOCAB = 97
 
 
-def next_token(tokens: list[int], seed: int = 0) -> int:
-    """The fake model: depends on every token before it."""
+def _hash(tokens: list[int], seed: int) -> int:
     value = seed
     for token in tokens:
         value = (value * 31 + token + 7) % 1_000_003
-    return value % VOCAB
+    return value
+
+
+def next_token(tokens: list[int], seed: int = 0) -> int:
+    """The fake model: depends on every token before it."""
+    return _hash(tokens, seed) % VOCAB
+
+
+def candidates(tokens: list[int], count: int) -> list[tuple[int, float]]:
+    """The fake model's best next tokens for a beam search."""
+    first = next_token(tokens)
+    found = [((first + 13 * i) % VOCAB, -(1 + _hash(tokens, 1000 + 77 * i) % 99_991) / 40_009) for i in range(count)]
+    return sorted(found, key=lambda pair: -pair[1])
+
+
+def expected_beams(prompt, max_tokens, width, length_penalty, early_stopping, stop_ids):
+    """A beam search written down plainly: (score, output) of each hypothesis, best first."""
+    live, ended = [(0.0, [])], []
+    for length in range(1, max_tokens + 1):
+        offers = [
+            (total + logprob, tokens, token)
+            for total, tokens in live
+            for token, logprob in candidates(prompt + tokens, width * max(2, 1 + len(stop_ids)))
+        ]
+        offers.sort(key=lambda offer: -offer[0])
+        live = []
+        for place, (total, tokens, token) in enumerate(offers):
+            if token in stop_ids or length == max_tokens:
+                if place < width:
+                    ended.append((total / length**length_penalty, [*tokens, token]))
+            elif len(live) < width:
+                live.append((total, [*tokens, token]))
+        ended = sorted(ended, key=lambda pair: -pair[0])[:width]
+        if len(ended) == width and (early_stopping or (live and live[0][0] / length**length_penalty <= ended[-1][0])):
+            break
+    return ended
 
 
 class FakeRunner:
@@ -46,7 +80,14 @@ class FakeRunner:
                 "computed": admit.num_computed,
                 "tables": [[] for _ in self.windows],
                 "seed": admit.seed,
+                "candidates": (admit.params.beam_width or 0) * max(2, 1 + len(admit.stop_ids)),
             }
+        before = {fork.source: self.rows[fork.source] for fork in plan.forks}
+        for fork in plan.forks:
+            source = before[fork.source]
+            tokens = [*source["tokens"][:-1], fork.token]
+            tables = [list(table) for table in source["tables"]]
+            self.rows[fork.row] = {**source, "tokens": tokens, "tables": tables}
         for new in plan.new_blocks:
             table = self.rows[new.row]["tables"][new.group]
             assert len(table) >= new.start
@@ -55,7 +96,7 @@ class FakeRunner:
             for offset in range(self.block_size):
                 if (source, offset) in self.cache:
                     self.cache[destination, offset] = self.cache[source, offset]
-        tokens, accepted = [], []
+        tokens, accepted, offered = [], [], {}
         for row, start, length, _ in plan.spans.T.tolist():
             state = self.rows[row]
             assert start == state["computed"], f"span starts at {start}, {state['computed']} computed"
@@ -73,11 +114,13 @@ class FakeRunner:
             new = []
             if end == len(state["tokens"]):
                 new = [next_token(state["tokens"], state["seed"])]
+                if state["candidates"]:
+                    offered[len(tokens)] = candidates(state["tokens"], state["candidates"])
                 state["tokens"].extend(new)
             tokens.append(new)
             accepted.append(0)
         future: Future[StepResult] = Future()
-        future.set_result(StepResult(plan.step_id, tokens, accepted))
+        future.set_result(StepResult(plan.step_id, tokens, accepted, candidates=offered))
         return future
 
 

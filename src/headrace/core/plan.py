@@ -63,15 +63,24 @@ class NewBlocks(NamedTuple):
     ids: list[int]
 
 
+class Fork(NamedTuple):
+    """A row takes over another's state (or keeps its own), with another last token. All forks happen at once."""
+
+    source: int
+    row: int
+    token: int
+
+
 @dataclass(frozen=True)
 class StepPlan:
-    """What one step does. Applied by the worker in the order: released, admits, new_blocks, block_copies, spans."""
+    """What one step does. Applied by the worker in the order: released, admits, forks, new_blocks, block_copies,
+    spans."""
 
     step_id: int
     spans: np.ndarray = field(default_factory=lambda: NO_SPANS)  # int32 [4, S]: row, start, length, num_drafts
     admits: tuple[Admit, ...] = ()
     new_blocks: tuple[NewBlocks, ...] = ()
-    forks: tuple[tuple[int, int], ...] = ()  # (source row, new row): copy the table row
+    forks: tuple[Fork, ...] = ()
     block_copies: tuple[tuple[int, int], ...] = ()  # (source block, destination block): copy-on-write
     released: tuple[int, ...] = ()  # rows whose requests ended or were preempted
     yields: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))  # bool [S]: the span reaches its row's end
@@ -128,6 +137,8 @@ class StepResult:
     step_id: int
     tokens: list[list[int]]  # per span; [] where prefill is not finished; accepted drafts first
     num_accepted: list[int]  # per span: drafts accepted
+    candidates: dict[int, list[tuple[int, float]]] = field(default_factory=dict)  # span of a beam -> its best next
+    # tokens with their log-probabilities after every stage, best first
     errors: dict[int, str] = field(default_factory=dict)  # span -> why it could not go on
     times: StageTimes = StageTimes()
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # span -> one entry a token, if asked for

@@ -7,10 +7,13 @@ import time
 from array import array
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from headrace.core.plan import TokenLogprobs
 from headrace.sampling.params import BadWords, SamplingParams
+
+if TYPE_CHECKING:
+    from headrace.core.beam import BeamGroup
 
 _arrivals = itertools.count()
 
@@ -47,6 +50,7 @@ class Request:
     bad_words: BadWords | None = None  # resolved from params.bad_words
     cache_salt: str | None = None  # prefixes are shared within a salt only
     adapter: str | None = None  # and within an adapter
+    beam: BeamGroup | None = field(default=None, repr=False)  # the beam search that it is a member of
     leader: Request | None = field(default=None, repr=False)  # a request with the same prompt, whose blocks are shared
     arrival: float = field(default_factory=time.monotonic)
     order: int = field(default_factory=lambda: next(_arrivals))  # total order of arrival
@@ -100,6 +104,17 @@ class Request:
         """Tokens start..end-1 as int32, little endian."""
         return array("i", self.token_ids[start:end]).tobytes()
 
+    def become_dormant(self) -> None:
+        """A beam's member that is no live sequence: it keeps its row and has nothing to run."""
+        self.max_len = 0
+        self.num_computed = self.num_slots = self.num_entered = 0
+
+    def continue_from(self, parent: Request, token: int) -> None:
+        """A beam's member becomes what `parent` is, and one token more."""
+        self.token_ids = [*parent.token_ids, token]
+        self.block_keys = list(parent.block_keys)
+        self.max_len = parent.max_len
+
     def leave_table(self) -> None:
         """Forget the row and everything computed (preemption, end); steps in flight no longer count."""
         self.row = -1
@@ -117,3 +132,4 @@ class TokenOutput(NamedTuple):
     logprobs: list[TokenLogprobs] | None = None  # of each new token, if asked for
     prompt_logprobs: list[TokenLogprobs] | None = None  # of the prompt's second token on; with the first new token
     num_cached: int = 0  # prompt tokens that the prefix cache had
+    score: float | None = None  # beam search: log-probability / length ** length_penalty

@@ -18,8 +18,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from headrace.core.beam import BeamGroup, regroup
 from headrace.core.kv_manager import NO_HIT, KVCacheManager, PrefixHit
-from headrace.core.plan import Admit, NewBlocks, StepPlan, StepResult, TokenLogprobs
+from headrace.core.plan import Admit, Fork, NewBlocks, StepPlan, StepResult, TokenLogprobs
 from headrace.core.prefix import Miss
 from headrace.core.queue import RequestQueue
 from headrace.core.request import FinishReason, Request, RequestError, TokenOutput
@@ -99,6 +100,8 @@ class Scheduler:
         self._released: list[int] = []  # rows to be told in the next plan
         self._in_flight: dict[int, list[tuple[Request, int]]] = {}  # step -> the request and epoch of each span
         self._followers: dict[str, list[Request]] = {}  # requests that wait for a leader's prompt to be computed
+        self._forks: list[Fork] = []  # to be told in the next plan, with the blocks that come of them
+        self._fork_blocks: list[NewBlocks] = []
         self._next_step = 0
         self._committed = -1
 
@@ -118,6 +121,8 @@ class Scheduler:
                 "shorten the prompt or raise max_model_len / kv_cache"
             )
         request.max_len = min(request.max_len, limit)
+        if request.beam is not None:
+            self._add_beam(request.beam)
         self._requests[request.id] = request
         leader = request.leader
         if leader is not None and leader.id in self._requests and leader.num_output == 0:
@@ -125,14 +130,27 @@ class Scheduler:
         else:
             self.waiting.push(request)
 
+    def _add_beam(self, group: BeamGroup) -> None:
+        most = group.width * self.kv.layout.blocks_for(group.leader.max_len)
+        if group.width > self.limits.max_num_seqs or most > self.kv.layout.num_blocks:
+            raise RequestError(
+                f"a beam of {group.width} sequences of {group.leader.max_len} tokens takes {group.width} rows "
+                f"(max_num_seqs {self.limits.max_num_seqs}) and {most} blocks (kv_cache {self.kv.layout.num_blocks}); "
+                "lower beam_width or max_tokens"
+            )
+        for member in group.members[1:]:
+            member.become_dormant()
+            self._requests[member.id] = member
+
     def abort(self, request_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT) -> list[TokenOutput]:
         """End requests wherever they are and free what they hold; unknown ids are ignored."""
         outputs = []
         for request_id in request_ids:
             request = self._requests.get(request_id)
             if request is not None:
+                members = [request] if request.beam is None else request.beam.members
                 self._end(request, reason)
-                outputs.append(TokenOutput(request_id, [], reason))
+                outputs += [TokenOutput(member.id, [], reason) for member in members]
         return outputs
 
     @property
@@ -165,12 +183,13 @@ class Scheduler:
             step_id,
             spans=np.array(draft.spans, np.int32).reshape(-1, 4).T,
             admits=tuple(admit for admit in draft.admits if self._requests[admit.request_id].row == admit.row),
-            new_blocks=tuple(draft.new_blocks),
+            forks=tuple(self._forks),
+            new_blocks=(*self._fork_blocks, *draft.new_blocks),
             block_copies=tuple(draft.copies),
             released=tuple(self._released),
             yields=np.array(draft.yields, bool),
         )
-        self._released = []
+        self._released, self._forks, self._fork_blocks = [], [], []
         return plan
 
     def _schedule_decodes(self, draft: _Draft) -> None:
@@ -187,7 +206,7 @@ class Scheduler:
                     requests.append((request, request.epoch))
                     request.scheduled_in = step
                     request.num_in_flight += 1
-                    request.num_pending += 1
+                    request.num_pending += request.beam is None  # a beam's next token is not the step's to say
             elif unscheduled > 1:
                 draft.prefilling.append(request)
         draft.yields = [True] * len(requests)
@@ -204,16 +223,23 @@ class Scheduler:
             if self.kv.shortfall(request, num_tokens) <= pool.num_free + pool.num_waiting:
                 self.trace.refusals.append(f"request {request.id} waits for blocks that steps in flight still use")
                 return False
-            victim = next(r for r in reversed(self.running) if r is request or r.scheduled_in != self._next_step)
-            if victim is request and request is not self.running[-1]:  # the younger ones run in this very step
+            victim = next((r for r in reversed(self.running) if self._idle(r)), request)
+            own = victim is request or (victim.beam is not None and victim.beam is request.beam)
+            if own and not (self._idle(request) and self._age(request) >= self._age(self.running[-1])):
+                # the younger ones, or others of its own beam, run in this very step
                 self.trace.refusals.append(
                     f"request {request.id} waits: needs {self.kv.shortfall(request, num_tokens)} blocks, "
                     f"{pool.num_free} free"
                 )
                 return False
             self._preempt(victim)
-            if victim is request:
+            if own:
                 return False
+
+    def _idle(self, request: Request) -> bool:
+        """Neither it nor, in a beam, any member has a span in the step being planned: it may be preempted."""
+        members = (request,) if request.beam is None else request.beam.members
+        return all(member.scheduled_in != self._next_step for member in members)
 
     def _admit(self, draft: _Draft) -> None:
         """Give rows to waiting requests, oldest first, while the step has work for them and memory holds them."""
@@ -221,11 +247,16 @@ class Scheduler:
         demand = sum(min(r.num_unscheduled, self._share) for r in prefilling)
         promised = sum(self.kv.promised(r) for r in prefilling)
         while demand < draft.budget and (request := self.waiting.peek()) is not None:
-            if not self._free_rows:
+            entering = [request] if request.beam is None else request.beam.members
+            if len(self._free_rows) < len(entering):
                 self.trace.refusals.append(f"request {request.id} not admitted: all rows are taken (max_num_seqs)")
                 return
-            hit = self._find_prefix(request)
-            need = max(0, self.kv.layout.blocks_for(len(request.token_ids) + 1) - hit.num_blocks) + hit.num_free
+            hits = [self._find_prefix(each) for each in entering]
+            need = sum(
+                max(0, self.kv.layout.blocks_for(len(each.token_ids) + 1) - hit.num_blocks) + hit.num_free
+                for each, hit in zip(entering, hits, strict=True)
+                if each.max_len
+            )
             free, spare = self.kv.pool.num_free, len(self.running)  # one block for each that is growing already
             if need + promised + spare > free and self.running:
                 self.trace.refusals.append(
@@ -236,9 +267,10 @@ class Scheduler:
             if need > free:  # nothing runs, yet blocks are still waiting for steps in flight
                 return
             self.waiting.pop()
-            self._enter_table(request, hit, draft)
-            demand += min(request.num_unscheduled, self._share)
-            promised += self.kv.promised(request)
+            for each, hit in zip(entering, hits, strict=True):
+                self._enter_table(each, hit, draft)
+                demand += min(each.num_unscheduled, self._share)
+                promised += self.kv.promised(each) if each.max_len else 0
         if draft.admits:
             draft.prefilling.sort(key=self._age)
 
@@ -248,13 +280,14 @@ class Scheduler:
             fork = self.kv.match_fork(request.leader, request, request.prompt_len - 1)
             if fork is not None:
                 return fork
-        return NO_HIT if request.wants_prompt_logprobs else self.kv.match(request)
+        return NO_HIT if request.wants_prompt_logprobs or not request.max_len else self.kv.match(request)
 
     def _enter_table(self, request: Request, hit: PrefixHit, draft: _Draft) -> None:
         request.row = self._free_rows.popleft()
         self._insert_by_age(request)
         draft.new_blocks += self.kv.adopt(request, hit)
-        draft.prefilling.append(request)
+        if request.num_unscheduled:
+            draft.prefilling.append(request)
         draft.admits.append(
             Admit(
                 row=request.row,
@@ -299,7 +332,7 @@ class Scheduler:
         request.scheduled_in = self._next_step
         draft.budget -= length
         request.num_in_flight += length
-        request.num_pending += yields
+        request.num_pending += yields and request.beam is None
 
     # -- taking a result
 
@@ -319,13 +352,17 @@ class Scheduler:
             request.num_in_flight -= length
             request.num_computed += length
             if errors and index in errors:
-                outputs.append(TokenOutput(request.id, [], FinishReason.ERROR, errors[index]))
+                told_ids = [request.id] if request.beam is None else [each.id for each in request.beam.members]
+                outputs += [TokenOutput(each, [], FinishReason.ERROR, errors[index]) for each in told_ids]
                 self._end(request, FinishReason.ERROR)
                 continue
             if with_logprobs and index in result.prompt_logprobs:  # after a preemption the first come a second time
                 known = len(request.prompt_logprobs) - (request.num_computed - length)
                 request.prompt_logprobs.extend(result.prompt_logprobs[index][known:])
-            if yields:
+            if request.beam is not None and yields:
+                if request.beam.offer(request, result.candidates[index]):
+                    outputs += self._decide(request.beam)
+            elif yields:
                 request.num_pending -= 1 + num_drafts
                 if num_drafts:
                     request.num_computed -= num_drafts - result.num_accepted[index]
@@ -335,11 +372,31 @@ class Scheduler:
                 outputs.append(TokenOutput(request.id, taken, request.finish_reason, None, *told, request.num_cached))
                 if followers:
                     self._queue_followers(request)
-            if request.num_computed // block_size > request.num_entered:
+            if request.num_computed // block_size > request.num_entered and request.row >= 0:
                 self.kv.advance(request, after_step=self._next_step - 1)
-            if request.finish_reason is not None:
+            if request.finish_reason is not None and request.row >= 0:
                 self._end(request, request.finish_reason)
         self._committed = plan.step_id
+        return outputs
+
+    def _decide(self, group: BeamGroup) -> list[TokenOutput]:
+        """All live members of a beam search have been computed: let the best go on, or end it."""
+        going = group.decide()
+        if going:
+            forks, news = regroup(group, going, self.kv)
+            self._forks += forks
+            self._fork_blocks += news
+            return []
+        best = group.hypotheses[: group.num_best]
+        outputs = [
+            TokenOutput(member.id, each.token_ids, each.reason, num_cached=member.num_cached, score=each.score)
+            for member, each in zip(group.members, best, strict=False)
+        ]
+        outputs += [
+            TokenOutput(member.id, [], FinishReason.ERROR, "so few tokens were allowed that no other sequence was left")
+            for member in group.members[len(best) : group.num_best]
+        ]
+        self._end(group.leader, FinishReason.STOP)
         return outputs
 
     def _queue_followers(self, leader: Request) -> None:
@@ -367,34 +424,46 @@ class Scheduler:
         self.running.remove(request)
         self.kv.free(request, after_step=self._next_step - 1)
         self.kv.pool.settle(self._committed)
+        if self._forks:
+            self._forks = [fork for fork in self._forks if fork.row != request.row]
+            self._fork_blocks = [new for new in self._fork_blocks if new.row != request.row]
         self._free_rows.append(request.row)
         self._released.append(request.row)
         request.leave_table()
 
     def _preempt(self, request: Request) -> None:
-        """Back to the queue, at its age; it counts as a preemption if anything computed is lost."""
-        if request.num_computed or request.num_in_flight:
-            request.num_preemptions += 1
-            self.trace.preempted.append(request.id)
-        self._leave(request)
-        self.waiting.push(request)
+        """Back to the queue, at its age; it counts as a preemption if anything computed is lost. A beam goes whole."""
+        members = [request] if request.beam is None else request.beam.members
+        for member in members:
+            if member.num_computed or member.num_in_flight:
+                member.num_preemptions += 1
+                self.trace.preempted.append(member.id)
+            self._leave(member)
+        if request.beam is not None:
+            request.beam.forget_offers()
+        self.waiting.push(members[0])
 
     def _end(self, request: Request, reason: FinishReason) -> None:
-        request.finish_reason = reason
-        del self._requests[request.id]
-        self._queue_followers(request)
-        if request.row >= 0:
-            self._leave(request)
-        elif not self.waiting.remove(request.id):
-            followers = self._followers[request.leader.id]  # type: ignore[union-attr]
-            followers.remove(request)
+        members = [request] if request.beam is None else request.beam.members
+        in_table, waiting = request.row >= 0, self.waiting.remove(members[0].id) is not None
+        for member in members:
+            member.finish_reason = reason
+            del self._requests[member.id]
+            self._queue_followers(member)
+            if in_table:
+                self._leave(member)
+        if not in_table and not waiting:
+            self._followers[request.leader.id].remove(request)  # type: ignore[union-attr]
 
     def check(self) -> None:
         """The full account of rows, requests and blocks; raises AssertionError when something is lost."""
         self.kv.check()
         rows = [request.row for request in self.running]
         assert sorted(rows + list(self._free_rows)) == list(range(self.limits.max_num_seqs)), "a row is lost"
+        waiting = [request for request in self._requests.values() if request.row < 0]
+        heads = [request for request in waiting if request.beam is None or request is request.beam.leader]
         followers = sum(map(len, self._followers.values()))
-        assert len(self.running) + len(self.waiting) + followers == len(self._requests), "a request is lost"
+        assert len(self.running) + len(waiting) == len(self._requests), "a request is lost"
+        assert len(self.waiting) + followers == len(heads), "a request waits nowhere"
         if not self._requests:
             assert self.kv.pool.num_held == 0, f"{self.kv.pool.num_held} blocks are held by nobody"

@@ -121,13 +121,13 @@ class Engine:
         )
         queued = []
         try:
-            for request in prepared.requests:
+            for request in prepared.queue:
                 self._core.add(request)
                 queued.append(request.id)
         except RequestError:
             self._core.abort(queued)
             raise
-        for index, request in enumerate(prepared.requests):
+        for index, request in enumerate(prepared.requests[: params.num_choices]):
             self._streams[request.id] = ChoiceStream(output, index, params, self.tokenizer)
         return output
 

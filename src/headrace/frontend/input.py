@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from headrace.core.beam import BeamGroup
 from headrace.core.request import Request, RequestError
 from headrace.frontend.tokenizer import Tokenizer
 from headrace.models.spec import ModelSpec
@@ -20,7 +21,8 @@ class Prepared:
 
     prompt: str | None
     token_ids: list[int]
-    requests: list[Request]
+    requests: list[Request]  # one a choice; of a beam search, one a member
+    queue: list[Request]  # those to be given to the core; a beam's leader brings the others
 
 
 class InputProcessor:
@@ -67,11 +69,15 @@ class InputProcessor:
             params = params.with_(logprobs=0)  # best_of compares them
         later = params.with_(prompt_logprobs=None)  # every choice has the same prompt: the first one reports it
         seed = params.seed if params.seed is not None else int.from_bytes(os.urandom(8), "little", signed=True)
+        group = None
+        if params.beam_width is not None:
+            group = BeamGroup(params.beam_width, params.n, params.length_penalty, params.early_stopping)
+        count = params.num_choices if group is None else group.width
         requests: list[Request] = []
-        for choice in range(params.num_choices):
+        for choice in range(count):
             requests.append(
                 Request(
-                    id=request_id if params.num_choices == 1 else f"{request_id}/{choice}",
+                    id=request_id if count == 1 else f"{request_id}/{choice}",
                     prompt_token_ids=ids,
                     params=later if choice else params,
                     max_new_tokens=params.max_tokens or self._max_model_len,
@@ -81,10 +87,13 @@ class InputProcessor:
                     priority=priority,
                     bad_words=bad_words,
                     cache_salt=cache_salt,
+                    beam=group,
                     leader=requests[0] if choice else None,  # shares its prompt's blocks
                 )
             )
-        return Prepared(prompt if isinstance(prompt, str) else None, ids, requests)
+        if group is not None:
+            group.members = requests
+        return Prepared(prompt if isinstance(prompt, str) else None, ids, requests, requests[: 1 if group else count])
 
     def _check_ids(self, name: str, ids: Iterable[int]) -> None:
         for token in ids:

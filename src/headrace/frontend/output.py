@@ -21,6 +21,7 @@ class CompletionOutput:
     finish_reason: str | None = None  # stop, length, abort, error
     stop_reason: str | int | None = None  # the stop string or token id that ended it
     error: str | None = None
+    score: float | None = None  # beam search: log-probability / length ** length_penalty
     logprobs: list[TokenLogprobs] | None = None  # of each of token_ids, if asked for: {token id: Logprob}, best first
     cumulative_logprob: float | None = None  # of all of token_ids, if logprobs or best_of asked for it
 
@@ -98,6 +99,8 @@ class ChoiceStream:
         choice, shown, taken = self.choice, "", []
         if news.prompt_logprobs is not None:
             self.output.prompt_logprobs = [None, *news.prompt_logprobs]
+        if news.score is not None:
+            choice.score = news.score
         if not choice.token_ids and choice.index == 0:
             self.output.num_cached_tokens = news.num_cached
         for position, token in enumerate(news.token_ids):

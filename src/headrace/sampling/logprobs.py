@@ -35,6 +35,11 @@ def by_span(spans: np.ndarray, entries: Sequence[TokenLogprobs]) -> dict[int, li
     return found
 
 
+def best_continuations(logits: Array, count: int) -> list[tuple[int, float]]:
+    """The `count` most likely tokens of logits [V] that are possible at all, with their log-probabilities."""
+    return [(token, entry.logprob) for token, entry in _of_row(logits, -1, count).items()]
+
+
 def _of_row(logits: Array, token: int, count: int) -> TokenLogprobs:
     xp = namespace(logits)
     peak = float(xp.max(logits))
@@ -47,7 +52,7 @@ def _of_row(logits: Array, token: int, count: int) -> TokenLogprobs:
         if value == -math.inf:
             break
         found[best] = Logprob(value - peak - spread, rank)
-    if token not in found:
+    if token >= 0 and token not in found:
         own = logits[token]
         rank = 1 + int(xp.count_nonzero(logits > own)) + int(xp.count_nonzero(logits[:token] == own))
         found[token] = Logprob(max(_LEAST, float(own) - peak - spread), rank)

@@ -45,6 +45,9 @@ class SamplingParams:
     seed: int | None = option(None, "same seed, same text, in any company; none: a seed is drawn")
     n: int = option(1, "independent choices")
     best_of: int | None = option(None, "generate so many choices and keep the n with the best logprob per token")
+    beam_width: int | None = option(None, "beam search over so many sequences (temperature 0); returns the n best")
+    length_penalty: float = option(1.0, "beam search: scores are log-probability / length ** this")
+    early_stopping: bool = option(False, "beam search: end as soon as beam_width sequences have ended")
     max_tokens: int | None = option(None, "most tokens to generate; none: until the model's limit")
     min_tokens: int = option(0, "no end of sequence and no stop before this many tokens")
     stop: tuple[str, ...] = option((), "the text ends before the first of these strings")
@@ -78,6 +81,7 @@ class SamplingParams:
             ("seed", -(2**63), 2**63 - 1),
             ("max_tokens", 1, 2**31 - 1),
             ("best_of", 1, MAX_CHOICES),
+            ("beam_width", 1, MAX_CHOICES),
             ("logprobs", 0, MAX_LOGPROBS),
             ("prompt_logprobs", 0, MAX_LOGPROBS),
         ):
@@ -94,9 +98,19 @@ class SamplingParams:
             if len(text) > MAX_STOP_LENGTH:
                 raise ValueError(f"stop: a string may have {MAX_STOP_LENGTH} characters, not {len(text)}")
         set_(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
-        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+        _number("length_penalty", self.length_penalty, -10.0, 10.0)
+        if self.beam_width is not None:
+            self._check_beam()
+        for name in ("early_stopping", "include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be true or false, not {getattr(self, name)!r}")
+
+    def _check_beam(self) -> None:
+        if self.n > (self.beam_width or 0):
+            raise ValueError(f"n ({self.n}) is above beam_width ({self.beam_width}), which is all that a beam ends with")
+        for name, wanted in (("temperature", 0), ("best_of", None), ("logprobs", None), ("prompt_logprobs", None)):
+            if getattr(self, name) != wanted:
+                raise ValueError(f"beam search needs {name}={wanted}, not {getattr(self, name)!r}")
 
     def with_(self, **changes: Any) -> SamplingParams:
         """A changed copy, checked again."""

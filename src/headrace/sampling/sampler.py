@@ -16,7 +16,7 @@ import numpy as np
 from headrace import ops
 from headrace.core.plan import TokenLogprobs
 from headrace.ops.xp import Array, namespace
-from headrace.sampling.logprobs import by_span, token_logprobs
+from headrace.sampling.logprobs import best_continuations, by_span, token_logprobs
 from headrace.sampling.stages import LogitsStage, default_stages
 from headrace.sampling.state import SamplingBatch
 
@@ -32,6 +32,7 @@ class Sampled:
     counts: np.ndarray  # int32 [R]  tokens of each span: 0 if it yields none, else accepted drafts + 1
     errors: dict[int, str]  # span -> why no token could be drawn; it has none then
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # span -> of each token, where asked for
+    candidates: dict[int, list[tuple[int, float]]] = field(default_factory=dict)  # span of a beam -> its best next
 
 
 def _masked(batch: SamplingBatch) -> Array:
@@ -46,8 +47,9 @@ class Sampler:
     def __init__(self, stages: Sequence[LogitsStage] | None = None):
         self.stages = list(stages) if stages is not None else default_stages()
 
-    def draw(self, logits: Array, batch: SamplingBatch) -> tuple[Array, Array]:
-        """(token int64 [L], its logit after the stages float32 [L]) for logits float32 [L, V], which are used up.
+    def draw(self, logits: Array, batch: SamplingBatch) -> tuple[Array, Array, Array]:
+        """(token int64 [L], its logit after the stages float32 [L], all of them [L, V]) for logits float32 [L, V],
+        which are used up.
 
         Where that logit is not finite there was nothing to draw: -inf says that the stages left no token, NaN that the
         model's own logits hold none, a NaN or +inf; also where a ban hides it, so that options do not decide.
@@ -73,7 +75,7 @@ class Sampler:
             chosen[warm] = xp.argmax(logits[warm] + noise, axis=-1)
         scores = xp.take_along_axis(logits, chosen[:, None], axis=-1)[:, 0]
         scores[damaged] = xp.nan
-        return chosen, scores
+        return chosen, scores, logits
 
     def sample(
         self, logits: Array, batch: SamplingBatch, spans: np.ndarray, num_spans: int, drafts: np.ndarray
@@ -88,7 +90,7 @@ class Sampler:
             return Sampled(np.full((num_spans, 1), -1, np.int32), np.zeros(num_spans, np.int32), {})
         reported = np.flatnonzero(batch.table.logprobs[batch.rows] >= 0)
         untouched = logits[reported]  # a copy: the stages overwrite the logits
-        chosen_dev, scores_dev = self.draw(logits, batch)
+        chosen_dev, scores_dev, staged = self.draw(logits, batch)
         chosen, scores = np.asarray(chosen_dev), np.asarray(scores_dev)
         drawn, masked = np.isfinite(scores), _masked(batch)
         first = np.searchsorted(spans, spans)  # index of the first row of each row's span
@@ -107,4 +109,10 @@ class Sampler:
         told = reported[kept]
         wanted = batch.table.logprobs[batch.rows[told]].tolist()
         entries = token_logprobs(untouched[kept.nonzero()[0]], chosen[told].tolist(), wanted)
-        return Sampled(tokens, counts, errors, by_span(spans[told], entries))
+        searched = np.flatnonzero(batch.table.candidates[batch.rows] * drawn)
+        wanted = batch.table.candidates[batch.rows[searched]].tolist()
+        candidates = {
+            int(spans[index]): best_continuations(staged[index], count)
+            for index, count in zip(searched.tolist(), wanted, strict=True)
+        }
+        return Sampled(tokens, counts, errors, by_span(spans[told], entries), candidates)

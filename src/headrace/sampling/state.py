@@ -38,6 +38,7 @@ class SamplingTable:
         self.bad_words: list[BadWords] = [_NO_WORDS] * max_rows
         self.logprobs = np.full(max_rows, -1, np.int32)  # how many of the best to report beside the chosen; -1: none
         self.prompt_logprobs = np.full(max_rows, -1, np.int32)  # the same of each prompt token
+        self.candidates = np.zeros(max_rows, np.int32)  # best next tokens that a beam search asks for
 
     def set(self, admit: Admit) -> None:
         """Take over a request's settings."""
@@ -64,6 +65,8 @@ class SamplingTable:
         self.allowed_ids[row] = np.array(params.allowed_token_ids or (), np.int64)
         self.bad_words[row] = admit.bad_words or _NO_WORDS
         self.censored[row] = bool(self.bad_words[row].bans)
+        # of all that a beam's continuations can end with, enough that `beam_width` are left which do not end
+        self.candidates[row] = (params.beam_width or 0) * max(2, 1 + len(admit.stop_ids))
         self.logprobs[row] = -1 if params.logprobs is None else params.logprobs
         self.prompt_logprobs[row] = -1 if params.prompt_logprobs is None else params.prompt_logprobs
 

@@ -74,6 +74,7 @@ class ModelRunner:
             plan.step_id,
             tokens=tokens,
             num_accepted=[max(0, len(each) - 1) for each in tokens],
+            candidates=sampled.candidates,
             errors={**damaged, **sampled.errors},
             times=StageTimes(t1 - t0, t2 - t1, t3 - t2, time.perf_counter() - t3),
             logprobs=sampled.logprobs,

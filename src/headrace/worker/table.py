@@ -29,6 +29,12 @@ class RequestTable:
             self.num_tokens[row] = count
             self.num_computed[row] = admit.num_computed
             self.sampling.set(admit)
+        if plan.forks:
+            sources, rows, tokens = np.array(plan.forks, np.int32).T
+            counts = self.num_tokens[sources]
+            self.token_ids[rows, : counts.max()] = self.token_ids[sources, : counts.max()]
+            self.token_ids[rows, counts - 1] = tokens
+            self.num_tokens[rows], self.num_computed[rows] = counts, self.num_computed[sources]
         for new in plan.new_blocks:
             self.block_tables[new.group][new.row, new.start : new.start + len(new.ids)] = new.ids
 
