@@ -347,3 +347,35 @@ def test_windows_give_blocks_back():
     assert core.scheduler.kv.layout.num_tokens > 400
     tokens = run_one(core, make_request("a", list(range(90)), 200))
     assert tokens == expected_output(list(range(90)), 200)
+
+
+# -- priorities (field case C06)
+
+
+def test_equal_priorities_never_displace_and_the_low_job_finishes_after_the_flood():
+    core, _ = make_core(num_blocks=64, seqs=1, policy="priority")
+    low = make_request("low", [1, 2, 3], 12, priority=5)
+    core.add(low)
+    outputs: dict = {}
+    for step in range(200):
+        core.add(make_request(f"high{step}", [step % 97], 1, priority=0))
+        for out in core.step():
+            tokens, _ = outputs.get(out.request_id, ([], None))
+            outputs[out.request_id] = (tokens + out.token_ids, out.finish_reason)
+    run(core, outputs)
+    assert outputs["low"][0] == expected_output([1, 2, 3], 12)
+    assert low.num_preemptions == 0 and len(outputs) == 201
+
+
+def test_waiting_long_enough_beats_a_higher_class():
+    core, _ = make_core(seqs=1, policy="priority")
+    core.add(make_request("running", [9], 3))
+    core.step()
+    now = core.scheduler.running[0].arrival
+    core.add(make_request("new high", [2], 1, priority=0, arrival=now + 100))
+    core.add(make_request("old low", [1], 1, priority=3, arrival=now))
+    core.add(make_request("new low", [3], 1, priority=3, arrival=now + 100))
+    finished = []
+    while core.has_work:
+        finished += [out.request_id for out in core.step() if out.finish_reason]
+    assert finished == ["running", "old low", "new high", "new low"]
