@@ -1,6 +1,7 @@
 # Both need Python 3.11 or newer with pip; everything else goes into .venv here.
 PYTHON ?= python3
 BIN := .venv/bin
+NATIVE := $(wildcard src/headrace/ops/native/csrc/*)  # compiled when the package is installed
 
 .PHONY: demo test test-slow check clean
 
@@ -21,11 +22,11 @@ check: .venv/tests
 	@$(PYTHON) -c 'import sys; sys.exit("Headrace needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; try: make PYTHON=python3.12 demo" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv .venv
 
-.venv/runtime: pyproject.toml | .venv/bin/python
+.venv/runtime: pyproject.toml setup.py $(NATIVE) | .venv/bin/python
 	$(BIN)/python -m pip install --quiet --editable .
 	@touch $@
 
-.venv/tests: pyproject.toml | .venv/bin/python
+.venv/tests: pyproject.toml setup.py $(NATIVE) | .venv/bin/python
 	$(BIN)/python -m pip install --quiet --editable '.[test]'
 	@touch $@ .venv/runtime
 

@@ -35,6 +35,7 @@ class EngineArgs:
     block_size: int | None = option(None, "tokens in a block of KV cache")
     prefix_caching: bool = option(True, "find prompts, or their beginnings, that are computed already")
     scheduling: Literal["fcfs", "priority"] = option("fcfs", "order in which waiting requests are admitted")
+    num_threads: int | None = option(None, "processor threads of the native kernels; none: all this process may use")
     attention_backend: str | None = option(None, "attention kernels to use instead of the selector's choice")
     steps_in_flight: int | None = option(None, "steps started before the first one's result is read (1 to 3)")
     ledger: bool = option(True, "record each step: what it did, what bound it, what was refused")
@@ -51,7 +52,8 @@ class EngineArgs:
         return cls(**options)
 
     def __post_init__(self) -> None:
-        for name, low in (("max_model_len", 2), ("max_num_seqs", 1), ("max_num_batched_tokens", 1), ("block_size", 1)):
+        least = {"max_model_len": 2, "max_num_seqs": 1, "max_num_batched_tokens": 1, "block_size": 1, "num_threads": 1}
+        for name, low in least.items():
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < low):
                 raise ConfigError(f"{name} must be an integer of at least {low}, not {value!r}")
@@ -77,6 +79,7 @@ class EngineConfig:
     scheduling: str
     steps_in_flight: int
     ledger: bool
+    num_threads: int
 
 
 def parse_bytes(text: str | int, whole: int, name: str) -> int:

@@ -117,6 +117,7 @@ def resolve(args: EngineArgs, spec: ModelSpec, facts: CpuFacts) -> tuple[EngineC
             )
         max_len = layout.num_tokens
         choices.append(Choice("max_model_len", str(max_len), "what the KV cache holds"))
+    threads = choose("num_threads", args.num_threads, facts.num_threads, "the processors this process may use")
     depth = choose("steps_in_flight", args.steps_in_flight, 1, "a CPU has nothing to overlap with")
     choices.append(
         Choice("prefix_caching", str(args.prefix_caching), "finding a prefix costs less than computing it")
@@ -135,5 +136,6 @@ def resolve(args: EngineArgs, spec: ModelSpec, facts: CpuFacts) -> tuple[EngineC
         scheduling=args.scheduling,
         steps_in_flight=depth,
         ledger=args.ledger,
+        num_threads=threads,
     )
     return config, layout, choices

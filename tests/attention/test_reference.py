@@ -38,7 +38,15 @@ VARIANTS = {
 class World:
     """One layer's keys, values and queries of some rows, run through the backend in any spans."""
 
-    def __init__(self, layer: LayerAttention, rows: int = 3, block_size: int = 16, seed: int = 0, shuffle: bool = True):
+    def __init__(
+        self,
+        layer: LayerAttention,
+        rows: int = 3,
+        block_size: int = 16,
+        seed: int = 0,
+        shuffle: bool = True,
+        backend: Any = ReferenceAttention,
+    ):
         self.layer, self.block_size, self.rows = layer, block_size, rows
         rng = np.random.default_rng(7)
         widths = (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads)
@@ -50,7 +58,7 @@ class World:
             self.tables = list(np.arange(rows * per_row).reshape(rows, per_row))
         shape = (rows * per_row + 2, block_size, layer.num_kv_heads, layer.head_dim)
         self.cache = (np.full(shape, np.nan, np.float32), np.full(shape, np.nan, np.float32))
-        self.backend = ReferenceAttention(block_size)
+        self.backend = backend(block_size)
         self.group = KVGroup((0,), layer.num_kv_heads, layer.head_dim, layer.window)
         self.lengths = [0] * rows
 

@@ -53,7 +53,7 @@ class NativeMeta:
     """A step's attention work for one layer group; the arrays are kept alive for the addresses in `job`."""
 
     job: _JobStruct
-    slots: np.ndarray  # int32 [T]
+    slot_mapping: np.ndarray  # int32 [T]
     window: int | None
     block_size: int
     num_tokens: int
@@ -136,7 +136,7 @@ class NativeAttention:
             k.strides[0] >> 2,
             address(v),
             v.strides[0] >> 2,
-            address(meta.slots),
+            address(meta.slot_mapping),
             meta.num_tokens,
             meta.num_spans,
         )

@@ -6,7 +6,6 @@ from headrace.attention.select import select_backend
 from headrace.config import EngineConfig
 from headrace.core.kv_layout import KVLayout
 from headrace.core.plan import StepPlan, StepResult
-from headrace.device.cpu import num_threads
 from headrace.layers.weights import Checkpoint, WeightSource
 from headrace.models.registry import build_model
 from headrace.models.spec import ModelSpec
@@ -29,7 +28,7 @@ class Worker:
         layout: KVLayout,
         attention_backend: str | None = None,
     ):
-        self.model = build_model(spec, WeightSource(checkpoint), bind_cpu(num_threads()))
+        self.model = build_model(spec, WeightSource(checkpoint), bind_cpu(config.num_threads))
         backend, self.attention_refusals = select_backend(
             "cpu", "float32", self.model.attention_layers, layout.block_size, attention_backend
         )

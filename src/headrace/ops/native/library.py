@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 ABI = 1
-LIBRARY = Path(__file__).with_name("libheadrace.so")
+# HEADRACE_NATIVE_LIBRARY names another build of it, such as one with sanitizers
+LIBRARY = Path(os.environ.get("HEADRACE_NATIVE_LIBRARY") or Path(__file__).with_name("libheadrace.so"))
 PATHS = ("avx512", "avx2", "portable")  # best first
 REMEDY = "install a C++17 compiler (such as g++) and install Headrace again; HEADRACE_NATIVE=0 silences this"
 

@@ -63,14 +63,15 @@ static void rope(const float* x, const float* cos, const float* sin, float* out,
     for (int d = 2 * half; d < dim; ++d) out[d] = x[d];
 }
 
-INLINE f silu(f g) {
-  // below -80 the quotient is under 1e-33; the bound keeps e^-g finite, and NaN goes through it
-  return div(g, add(exp(min(set1(80.0f), sub(zero(), g))), set1(1.0f)));
-}
+// g / (1 + e^-x). The bound keeps e^-x finite, and NaN goes through it; there the quotient is under 1e-33.
+INLINE f gate(f g, f x, float most) { return div(g, add(exp(min(set1(most), sub(zero(), x))), set1(1.0f))); }
 
+INLINE f silu(f g) { return gate(g, g, 80.0f); }
+
+// g / 2 * (1 + tanh(x)) is g / (1 + e^-2x), which does not cancel where tanh nears -1.
 INLINE f gelu_tanh(f g) {
-  const f inner = mul(set1(0.7978845608f), fma(mul(set1(0.044715f), g), mul(g, g), g));
-  return mul(mul(set1(0.5f), g), add(set1(1.0f), tanh(inner)));
+  const f twice = mul(set1(1.5957691216f), fma(mul(set1(0.044715f), g), mul(g, g), g));
+  return gate(g, twice, 88.0f);
 }
 
 // out [half] = activation(x[0 .. half)) * x[half .. 2 half)

@@ -56,6 +56,8 @@ bool spin(Ready ready) {
   return ready();
 }
 
+thread_local bool inside = false;  // this thread is at work on a job's chunks
+
 struct alignas(128) Share {
   std::atomic<uint64_t> word{0};  // job << 40 | end << 20 | next
 };
@@ -106,6 +108,7 @@ class Pool {
 
  private:
   void serve(int self) {
+    inside = true;
     uint64_t seen = 0;
     for (;;) {
       const auto news = [this, seen] { return job_.load(std::memory_order_acquire) != seen; };
@@ -184,7 +187,6 @@ struct Scratch {
   ~Scratch() { std::free(memory); }
 };
 thread_local Scratch scratch;
-thread_local bool inside = false;  // this thread is running a job's chunks for run_chunks
 
 }  // namespace
 

@@ -1,0 +1,52 @@
+"""Quantised matrices made up at random, as a GGUF file holds them."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+
+SCALE_OFFSETS = {  # of the fp16 scales in a block
+    "Q4_0": (0,),
+    "Q4_1": (0, 2),
+    "Q5_0": (0,),
+    "Q5_1": (0, 2),
+    "Q8_0": (0,),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+    "IQ4_NL": (0,),  # not read packed
+}
+SPREAD = {
+    "IQ4_NL": 100,
+    "Q8_0": 100,
+    "Q4_K": 60 * 12,
+    "Q5_K": 60 * 24,
+    "Q6_K": 100 * 24,
+}  # of a weight, in units of its scale
+FORMATS = ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"]
+
+
+def random_rows(rng: np.random.Generator, format: str, rows: int, k: int, std: float = 0.1) -> np.ndarray:
+    """uint8 [rows, row bytes]: random bits in every field, scales such that weights are about `std` in size."""
+    if format not in SCALE_OFFSETS:
+        values = (rng.standard_normal((rows, k)) * std).astype(np.float32)
+        if format == "BF16":
+            return np.ascontiguousarray(values.view(np.uint32) >> 16, np.uint32).astype(np.uint16).view(np.uint8)
+        return values.astype({"F32": np.float32, "F16": np.float16}[format]).view(np.uint8)
+    block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[format]]
+    data = rng.integers(0, 256, (rows, k // block, size), dtype=np.uint8)
+    for offset in SCALE_OFFSETS[format]:
+        scale = std / SPREAD.get(format, 8) * (1 + rng.random((rows, k // block, 1))) * rng.choice([-1, 1])
+        data[:, :, offset : offset + 2] = scale.astype(np.float16).view(np.uint8)
+    return data.reshape(rows, -1)
+
+
+def dequantized(format: str, rows: np.ndarray) -> np.ndarray:
+    """What gguf makes of them, float32."""
+    if format == "F32":
+        return rows.view(np.float32)
+    if format == "F16":
+        return rows.view(np.float16).astype(np.float32)
+    if format == "BF16":
+        return (rows.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    return gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[format])

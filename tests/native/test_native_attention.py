@@ -1,0 +1,122 @@
+"""The native backend against softmax in float64 and the reference, and its bits in every company."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attention.test_reference import LENGTH, SINKS, VARIANTS, World
+from headrace.attention.base import LayerAttention
+from headrace.attention.native import NativeAttention
+from headrace.ops.native.library import library
+
+WIDE = LayerAttention(scale=0.125, num_heads=9, num_kv_heads=3, head_dim=64)
+MORE = {
+    **VARIANTS,
+    "wide": WIDE,
+    "wide-all": replace(WIDE, window=70, soft_cap=2.0, sinks=np.arange(9, dtype=np.float32) - 4),
+    "large-head": replace(WIDE, num_heads=4, num_kv_heads=2, head_dim=128),
+    "many-heads": replace(WIDE, num_heads=60, num_kv_heads=1, head_dim=17),
+}
+
+
+def native_world(layer: LayerAttention, **options: Any) -> World:
+    return World(layer, backend=NativeAttention, **options)
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_equals_softmax_and_no_company_changes_a_bit(path: str, name: str) -> None:
+    layer = MORE[name]
+    whole = native_world(layer).run({0: LENGTH})[0]
+    np.testing.assert_allclose(whole, World(layer).exact(0), rtol=2e-5, atol=2e-5)
+    for block_size, shuffle, threads in ((16, False, 1), (4, True, 2), (64, True, 3), (128, True, 2), (24, True, 2)):
+        library().set_num_threads(threads)
+        world = native_world(layer, block_size=block_size, seed=3, shuffle=shuffle)
+        parts = [
+            world.run({1: 130, 0: 3, 2: 64})[0],
+            world.run({0: 127, 1: 1})[0],
+            world.run({2: 1, 1: 1, 0: 1}, padding=2)[0],
+            world.run({0: 1, 2: 70})[0],
+            world.run({0: 5, 1: 1, 2: 5})[0],
+            world.run({1: 77, 0: LENGTH - 137})[0],
+        ]
+        np.testing.assert_array_equal(np.concatenate(parts), whole)
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_agrees_with_the_reference_in_a_mixed_step(path: str, name: str) -> None:
+    ours, theirs = native_world(MORE[name]), World(MORE[name])
+    for spans in ({0: 100, 1: 70, 2: 1}, {2: 1, 1: 1, 0: 1}, {1: 30, 2: 3}):
+        found, expected = ours.run(spans), theirs.run(spans)
+        for row in spans:
+            np.testing.assert_allclose(found[row], expected[row], rtol=2e-5, atol=2e-5)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_any_cut_gives_the_same_bits(data: st.DataObject) -> None:
+    layer = MORE[data.draw(st.sampled_from(["plain", "window", "all", "wide-all"]))]
+    whole = native_world(layer).run({0: LENGTH})[0]
+    block_size = data.draw(st.sampled_from([1, 8, 16, 32, 48]))
+    world = native_world(layer, block_size=block_size, seed=data.draw(st.integers(0, 9)))
+    parts = []
+    while world.lengths[0] < LENGTH:
+        spans = {
+            row: data.draw(st.integers(1, LENGTH - world.lengths[row]))
+            for row in data.draw(st.permutations(range(3)))
+            if world.lengths[row] < LENGTH and (row == 0 or data.draw(st.booleans()))
+        }
+        parts.append(world.run(spans)[0])
+    np.testing.assert_array_equal(np.concatenate(parts), whole)
+
+
+def test_blocks_before_the_window_are_not_read(path: str) -> None:
+    layer = MORE["window"]
+    whole = native_world(layer).run({0: LENGTH})[0]
+    world = native_world(layer)
+    world.run({0: LENGTH - 1})
+    assert layer.window is not None
+    first_kept = (LENGTH - layer.window) // world.block_size
+    for pages in world.cache:
+        pages[world.tables[0][:first_kept]] = np.nan
+    world.tables[0][:first_kept] = 0
+    np.testing.assert_array_equal(world.run({0: 1})[0], whole[-1:])
+
+
+@pytest.mark.parametrize("size", [3e4, 1e18])
+def test_huge_scores(path: str, size: float) -> None:
+    """One position takes everything; beyond float32's range the result is NaN for the reference, too."""
+    world, other = native_world(WIDE), World(WIDE)
+    for each in (world, other):
+        each.qkv = [each.qkv[0] * np.float32(size), each.qkv[1], each.qkv[2]]
+    with np.errstate(all="ignore"):
+        found, expected = world.run({0: 150})[0], other.run({0: 150})[0]
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_a_damaged_query_and_a_damaged_neighbour_stay_alone(path: str) -> None:
+    whole = native_world(WIDE)
+    expected = {**whole.run({0: 100, 1: 100}), 2: whole.run({2: 3})[2]}
+    world = native_world(WIDE)
+    world.qkv[0][0, 50, 3] = np.nan  # a query
+    for each in world.qkv[1:]:
+        each[1, 40] = np.nan  # keys and values of another row
+    found = world.run({0: 100, 1: 100})
+    kept = np.arange(100) != 50
+    np.testing.assert_array_equal(found[0][kept], expected[0][kept])
+    assert np.isnan(found[0][50]).any()
+    assert np.isnan(found[1][40:]).all()
+    np.testing.assert_array_equal(world.run({2: 3})[2], expected[2])
+
+
+def test_refuses_what_it_was_not_planned_for() -> None:
+    world = native_world(VARIANTS["window"])
+    world.layer = VARIANTS["plain"]
+    with pytest.raises(ValueError, match="layer has window None, its KV group 50"):
+        world.run({0: 3})
+    assert SINKS.shape == (6,)

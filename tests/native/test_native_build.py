@@ -1,0 +1,105 @@
+"""The library as it is built: without a compiler, under sanitizers, in a child process."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCES = ROOT / "src/headrace/ops/native/csrc"
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+
+@pytest.fixture(scope="module")
+def builder() -> ModuleType:
+    """setup.py as a module."""
+    spec = importlib.util.spec_from_file_location("headrace_setup", ROOT / "setup.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_source_files_stay_small() -> None:
+    for source in SOURCES.iterdir():
+        assert len(source.read_text().splitlines()) <= 500, source.name
+
+
+def test_installs_without_a_compiler(tmp_path: Path) -> None:
+    shutil.copy(ROOT / "setup.py", tmp_path)
+    shutil.copytree(SOURCES, tmp_path / SOURCES.relative_to(ROOT))
+    done = subprocess.run(
+        [sys.executable, "setup.py", "build_ext", "--inplace"],
+        cwd=tmp_path,
+        env={"PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "were not built (no C++ compiler" in done.stderr
+    assert not list(tmp_path.rglob("*.so"))
+
+
+def test_a_forked_child_computes(tmp_path: Path) -> None:
+    script = """
+import os, numpy as np
+from headrace.ops.native.library import library
+from headrace.ops.native.packed import Arena, pack, packed_linear, stored_float32
+library().set_num_threads(3)
+x = np.ones((40, 512), np.float32)
+weight = pack([stored_float32(np.ones((600, 512), np.float32))], 512, Arena())
+run = packed_linear.variants["native"]
+assert (run(x, weight) == 512).all()
+child = os.fork()
+good = (run(x, weight) == 512).all()
+if child == 0:
+    os._exit(0 if good else 1)
+assert good and os.waitpid(child, 0)[1] == 0
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    subprocess.run([sys.executable, "-c", script], env=environment, check=True, timeout=60)
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_the_pool_has_no_races(tmp_path: Path) -> None:
+    program = tmp_path / "pool_check"
+    sources = [str(Path(__file__).with_name("pool_check.cpp")), str(SOURCES / "pool.cpp")]
+    flags = ["-std=c++17", "-O1", "-g", "-fsanitize=thread", f"-I{SOURCES}", "-pthread"]
+    subprocess.run(["g++", *flags, *sources, "-o", str(program)], check=True)
+    options = "halt_on_error=1 die_after_fork=0"
+    done = subprocess.run([str(program)], env={"TSAN_OPTIONS": options}, capture_output=True, text=True, timeout=300)
+    if "unexpected memory mapping" in done.stderr:
+        pytest.skip("this kernel's address layout does not suit the race detector")
+    assert done.returncode == 0 and done.stdout == "ok\n", done.stderr
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_the_kernels_under_address_and_undefined_behaviour_sanitizers(tmp_path: Path, builder: ModuleType) -> None:
+    flags = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O1", "-g1")
+    library = tmp_path / "libheadrace.so"
+    before = Path.cwd()
+    os.chdir(ROOT)
+    try:
+        builder.build_library(library, tmp_path / "objects", flags)
+    finally:
+        os.chdir(before)
+    runtime = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
+    environment = {
+        **os.environ,
+        "LD_PRELOAD": runtime.stdout.strip(),
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "HEADRACE_NATIVE_LIBRARY": str(library),
+    }
+    files = ["test_packed.py", "test_pointwise.py", "test_native_attention.py"]
+    command = [sys.executable, "-m", "pytest", "-q", *(str(Path(__file__).with_name(name)) for name in files)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
