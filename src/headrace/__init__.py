@@ -11,9 +11,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams"]
+__all__ = ["LLM", "AsyncLLM", "SamplingParams"]
 
 if TYPE_CHECKING:
+    from headrace.frontend.async_llm import AsyncLLM
     from headrace.frontend.llm import LLM
     from headrace.sampling.params import SamplingParams
 
@@ -23,6 +24,10 @@ def __getattr__(name: str) -> Any:  # importing the package costs nothing until 
         from headrace.frontend.llm import LLM
 
         return LLM
+    if name == "AsyncLLM":
+        from headrace.frontend.async_llm import AsyncLLM
+
+        return AsyncLLM
     if name == "SamplingParams":
         from headrace.sampling.params import SamplingParams
 

@@ -29,9 +29,14 @@ def test_run_explains_and_exports_the_ledger(folder, capsys, tmp_path):
     path = tmp_path / "steps.jsonl"
     assert main(["run", "-m", folder, "hello", "--explain", "--ledger-jsonl", str(path), *RUN]) == 0
     err = capsys.readouterr().err
-    assert "max_model_len = 512" in err and "steps" in err
-    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert "max_model_len = 512" in err and "steps" in err and "request r0: " in err and "faster" in err
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    records = [line for line in lines if line["kind"] == "step"]
     assert len(records) == 8 and {record["bound"] for record in records} <= {"host", "bandwidth", "compute"}
+    assert [line["output_tokens"] for line in lines if line["kind"] == "request"] == [8]
+    for options in ([], ["--request", "r0"], ["--step", "3"], ["--misses"], ["--preemptions"]):
+        assert main(["explain", str(path), *options]) == 0
+    assert "nobody was preempted" in capsys.readouterr().out
 
 
 def test_several_choices(folder, capsys):
@@ -51,6 +56,7 @@ def test_several_choices(folder, capsys):
         (["run", "-m", "{folder}", "x" * 600], "600|6\\d\\d"),
         (["run", "-m", "{folder}", "hi", "--attention-backend", "magic"], "magic"),
         (["bench", "latency", "-m", "{folder}", "--runs", "0"], "--runs"),
+        (["run", "-m", "{folder}", "hi", "--no-ledger", "--ledger-jsonl", "/tmp/x"], "leave out --no-ledger"),
         (["pull", "/nowhere"], "/nowhere"),
     ],
 )

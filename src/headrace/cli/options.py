@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import types
 from dataclasses import Field, fields
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from headrace.config import EngineArgs
 from headrace.sampling.params import SamplingParams
+
+if TYPE_CHECKING:
+    from headrace.ledger.book import Ledger
 
 
 def _flag(parser: Any, each: Field[Any], hint: Any) -> None:
@@ -52,6 +55,20 @@ def add_sampling_options(parser: argparse.ArgumentParser, skip: tuple[str, ...] 
     add_options(parser, SamplingParams, "sampling (where not given: what the model recommends)", skip)
 
 
+def add_ledger_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--ledger-jsonl", metavar="FILE", help="write each step's record and each request's bill as lines of JSON"
+    )
+
+
+def stream_ledger(arguments: argparse.Namespace, ledger: Ledger) -> None:
+    """Do what --ledger-jsonl asks, from now until the engine is closed."""
+    if arguments.ledger_jsonl:
+        if not ledger.enabled:
+            raise ValueError("--ledger-jsonl needs the ledger; leave out --no-ledger")
+        ledger.stream_to(arguments.ledger_jsonl)
+
+
 def _help(cls: type, name: str) -> str:
     return str(next(each for each in fields(cls) if each.name == name).metadata["help"])
 
@@ -69,5 +86,3 @@ def sampling_params(arguments: argparse.Namespace, base: SamplingParams) -> Samp
     """`base`, changed by what was given on the command line."""
     given = _given(SamplingParams, arguments)
     return base.with_(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
-
-

@@ -5,7 +5,14 @@ from __future__ import annotations
 import argparse
 import sys
 
-from headrace.cli.options import add_engine_options, add_sampling_options, engine_args, sampling_params
+from headrace.cli.options import (
+    add_engine_options,
+    add_ledger_option,
+    add_sampling_options,
+    engine_args,
+    sampling_params,
+    stream_ledger,
+)
 
 
 def add_commands(commands: argparse._SubParsersAction) -> None:
@@ -15,7 +22,7 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--raw", action="store_true", help="complete the text as it is, without the chat template")
     parser.add_argument("--quiet", action="store_true", help="print the answer only")
     parser.add_argument("--explain", action="store_true", help="where the time went, and why each option was chosen")
-    parser.add_argument("--ledger-jsonl", metavar="FILE", help="write the record of every step, one JSON object a line")
+    add_ledger_option(parser)
     add_engine_options(parser)
     add_sampling_options(parser)
     parser.set_defaults(command=run)
@@ -29,8 +36,10 @@ def run(arguments: argparse.Namespace) -> int:
         prompt = sys.stdin.read()
     from headrace.cli.session import stream_answer
     from headrace.frontend.llm import LLM
+    from headrace.ledger.explain_request import explain_bill
 
     with LLM.from_args(engine_args(arguments)) as llm:
+        stream_ledger(arguments, llm.engine.ledger)
         params = sampling_params(arguments, llm.default_params)
         if arguments.raw or llm.engine.chat_template.source is None:
             if arguments.system:
@@ -45,9 +54,9 @@ def run(arguments: argparse.Namespace) -> int:
             for choice in llm.engine.choices:
                 print(f"  {choice.option} = {choice.value}: {choice.reason}", file=sys.stderr)
             print("\n" + llm.explain(), file=sys.stderr)
+            bill = llm.bill(answer.output)
+            if bill is not None:
+                print("\n" + explain_bill(bill, llm.engine.ledger.records()), file=sys.stderr)
         if not arguments.quiet:
             print(answer.speed(llm), file=sys.stderr)
-        if arguments.ledger_jsonl:
-            llm.engine.ledger.write_jsonl(arguments.ledger_jsonl)
     return 0
-

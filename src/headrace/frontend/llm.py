@@ -11,6 +11,7 @@ from headrace.core.request import RequestError
 from headrace.frontend.engine import Engine
 from headrace.frontend.input import Prompt
 from headrace.frontend.output import RequestOutput, Update
+from headrace.frontend.progress import progress_bar
 from headrace.ledger.bill import Bill
 from headrace.ledger.explain import summarize
 from headrace.sampling.params import SamplingParams
@@ -46,11 +47,12 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         add_special: bool = True,
+        progress: bool = False,
     ) -> list[RequestOutput]:
         """Complete every prompt (text or token ids), all at once; outputs come in the order of the prompts.
 
         `params` is one for all or one for each. A prompt that cannot be served raises RequestError before anything
-        is generated.
+        is generated. `progress` shows a bar on stderr.
         """
         batch: list[Prompt] = [prompts] if _is_prompt(prompts) else list(prompts)  # type: ignore[list-item, arg-type]
         if params is None or isinstance(params, SamplingParams):
@@ -66,13 +68,24 @@ class LLM:
                     outputs.append(self.engine.submit(prompt, one, add_special=add_special))
                 except RequestError as error:
                     raise RequestError(f"prompt {index}: {error}") from None if len(batch) > 1 else error
-            while any(not output.finished for output in outputs):
-                self.engine.step()
+            self._finish(outputs, progress)
         except BaseException:  # a refused prompt, Ctrl-C: nothing may go on in the background
             for output in outputs:
                 self.engine.abort(output)
             raise
         return outputs
+
+    def _finish(self, outputs: list[RequestOutput], progress: bool) -> None:
+        """Step until all have ended."""
+        running = {id(output) for output in outputs}
+        num_tokens = 0
+        with progress_bar("prompts", show=progress) as bar:
+            while running:
+                for update in self.engine.step():
+                    num_tokens += len(update.token_ids)
+                    if update.output.finished:
+                        running.discard(id(update.output))
+                bar.show(len(outputs) - len(running), len(outputs), num_tokens)
 
     def chat(
         self,

@@ -88,10 +88,11 @@ class Bill:
 
 def merge(bills: Sequence[Bill], request_id: str) -> Bill:
     """One bill for the choices of one prompt. Its times are those of the choice that ended last, which decided when
-    the whole was done, counted from the first arrival; tokens and preemptions are summed, the prompt counts once."""
+    the whole was done, counted from the first arrival; tokens and preemptions are summed, the prompt counts once. Of
+    choices that ended together (within a millisecond: a beam's) it is the one with the most steps."""
     if len(bills) == 1:
         return replace(bills[0], request_id=request_id)
-    last = max(bills, key=lambda bill: bill.started_at * 1e9 + bill.wall)
+    last = max(bills, key=lambda bill: (round(bill.started_at + bill.wall / 1e9, 3), bill.steps))
     # all arrive within one call, so clocks of a microsecond are good enough to tell who was first
     extra = max(0, round((last.started_at - min(bill.started_at for bill in bills)) * 1e9))
     firsts = [bill.first_token for bill in bills if bill.first_token is not None]
@@ -151,6 +152,11 @@ def nanoseconds(seconds: float) -> int:
     return round(seconds * 1e9)
 
 
+def _members(request: Request) -> list[Request]:
+    """What is queued and ends together."""
+    return [request] if request.beam is None else request.beam.members
+
+
 class BillKeeper:
     """Accounts of the requests alive. The caller keeps the bills that come out. One thread."""
 
@@ -168,10 +174,11 @@ class BillKeeper:
         return len(self._accounts)
 
     def add(self, request: Request) -> None:
-        """A request was queued."""
+        """A request was queued; with the leader of a beam search, all its members."""
         arrival = nanoseconds(request.arrival)
-        age = time.monotonic() - request.arrival
-        self._accounts[request.id] = _Account(request, time.time() - age, arrival, arrival)
+        started_at = time.time() - (time.monotonic() - request.arrival)
+        for member in _members(request):
+            self._accounts[member.id] = _Account(member, started_at, arrival, arrival)
 
     def step(self, plan: StepPlan, own: np.ndarray, began: float, ended: float) -> None:
         """A step committed. `own` [S] is the predicted seconds of each span alone; times are monotonic seconds."""
@@ -208,8 +215,9 @@ class BillKeeper:
         for output in outputs:
             if output.finish_reason is None:
                 continue
-            account = self._accounts.pop(output.request_id, None)
-            if account is not None:
+            account = self._accounts.get(output.request_id)
+            for member in () if account is None else _members(account.request):
+                account = self._accounts.pop(member.id)
                 self._settle(account, now)
                 bills.append(account.bill(str(output.finish_reason)))
         return bills

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from headrace.ledger.bill import ITEMS, Bill
 from headrace.ledger.book import Ledger
 from headrace.ledger.record import BOUNDS, STAGES, StepRecord
 
@@ -40,11 +41,13 @@ def amount_text(value: float, unit: str) -> str:
     return f"{value:.3g} {unit}"
 
 
-def _count(number: int, noun: str) -> str:
+def count_text(number: int, noun: str) -> str:
+    """ "1 step", "2 steps"."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def _line(label: str, text: str) -> str:
+def line_text(label: str, text: str) -> str:
+    """An indented line under a label, wrapped."""
     first = f"  {label:<10}"
     return "\n".join(textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=_INDENT))
 
@@ -75,11 +78,11 @@ def explain_step(record: StepRecord) -> str:
     """What one step did, how long it took, what bound it, and what was decided and refused on the way."""
     work = record.work
     lines = [
-        f"step {record.step_id}: {_count(record.num_spans, 'span')}, {record.num_prefill_tokens} prefill and "
+        f"step {record.step_id}: {count_text(record.num_spans, 'span')}, {record.num_prefill_tokens} prefill and "
         f"{record.num_decode_tokens} decode tokens, {record.num_output_tokens} given out"
     ]
     lines.append(
-        _line(
+        line_text(
             "queue",
             f"{record.num_rows} running, {record.num_waiting} waiting; "
             f"{record.blocks_free} of {record.blocks_total} blocks free",
@@ -91,23 +94,27 @@ def explain_step(record: StepRecord) -> str:
     if record.predicted > 0 and record.total > 0:
         off = (record.predicted - record.total) / record.total
         guess = f" (predicted {seconds_text(record.predicted)}, {off:+.0%})"
-    lines.append(_line("time", f"{seconds_text(record.total)}{guess}: {text or 'no stage took time'}"))
+    lines.append(line_text("time", f"{seconds_text(record.total)}{guess}: {text or 'no stage took time'}"))
     lines.append(
-        _line(
+        line_text(
             "work",
             f"{amount_text(work.bytes_weights, 'B')} of weights, {amount_text(work.bytes_kv_read, 'B')} of KV read, "
             f"{amount_text(work.bytes_kv_write, 'B')} written; {amount_text(work.flops_linear, 'FLOP')} linear, "
             f"{amount_text(work.flops_attention, 'FLOP')} attention, {amount_text(work.flops_head, 'FLOP')} head",
         )
     )
-    lines.append(_line("bound", _cause(record)))
+    lines.append(line_text("bound", _cause(record)))
     for decision in record.decisions:
         over = f" over {', '.join(decision.alternatives)}" if decision.alternatives else ""
         reason = f": {decision.reason}" if decision.reason else ""
-        lines.append(_line("chose", f"{decision.what} = {decision.chosen}{over}{reason}"))
-    lines += [_line("refused", refusal) for refusal in record.refusals]
+        lines.append(line_text("chose", f"{decision.what} = {decision.chosen}{over}{reason}"))
+    lines += [line_text("refused", refusal) for refusal in record.refusals]
     if record.preempted:
-        lines.append(_line("preempted", ", ".join(record.preempted)))
+        lines.append(line_text("preempted", ", ".join(record.preempted)))
+    for use in record.prefixes:
+        found = f"{use.num_cached} of {use.num_tokens} tokens found in the prefix cache"
+        why = f"; {use.miss.reason}" if use.miss is not None else ""
+        lines.append(line_text("admitted", f"request {use.request_id}: {found}{why}"))
     return "\n".join(lines)
 
 
@@ -188,7 +195,7 @@ def _prediction_line(records: Iterable[StepRecord]) -> str:
     if not errors:
         return "no step was predicted"
     middle, p90 = np.quantile(np.array(errors), (0.5, 0.9))
-    return f"off by {middle:.1%} in the median step, {p90:.1%} at p90 ({_count(len(errors), 'step')})"
+    return f"off by {middle:.1%} in the median step, {p90:.1%} at p90 ({count_text(len(errors), 'step')})"
 
 
 def summarize(ledger: Ledger) -> str:
@@ -202,7 +209,7 @@ def summarize(ledger: Ledger) -> str:
         return "no steps recorded"
     kinds = _kinds(records)
     lines = [
-        f"{_count(totals.steps, 'step')} in {seconds_text(totals.seconds)}: {totals.prefill_tokens} prefill and "
+        f"{count_text(totals.steps, 'step')} in {seconds_text(totals.seconds)}: {totals.prefill_tokens} prefill and "
         f"{totals.decode_tokens} decode tokens run, {totals.output_tokens} given out"
     ]
     if totals.steps > len(records):
@@ -210,33 +217,49 @@ def summarize(ledger: Ledger) -> str:
     lines.append(f"  {'':<8}{'steps':>7}{'time':>10}{'median':>10}{'prefill/s':>12}{'decode/s':>12}   bound (of steps)")
     lines += [kind.row() for kind in kinds.values() if kind.records]
     stages = [sum(values) for values in zip(*(record.stages() for record in records), strict=True)]
-    lines.append(_line("stages", _shares(STAGES, stages)))
+    lines.append(line_text("stages", _shares(STAGES, stages)))
     by_bound = [sum(record.total for record in records if record.bound == bound) for bound in BOUNDS]
-    lines.append(_line("bound by", _shares(BOUNDS, by_bound)))
+    lines.append(line_text("bound by", _shares(BOUNDS, by_bound)))
     for name in ("prefill", "decode", "mixed"):
         if kinds[name].records:
-            lines.append(_line(name, _roof_line(kinds[name], ledger)))
-    lines.append(_line("predicted", _prediction_line(records)))
+            lines.append(line_text(name, _roof_line(kinds[name], ledger)))
+    lines.append(line_text("predicted", _prediction_line(records)))
+    if totals.prompt_tokens:
+        text = f"{totals.cached_tokens} of {totals.prompt_tokens} prompt tokens found ({totals.hit_rate:.1%})"
+        lines.append(line_text("prefixes", text))
+    lines += _bill_lines(ledger.bills())
     lines += _grouped("refused", (text for record in records for text in record.refusals))
     preempted = [request for record in records for request in record.preempted]
     if preempted:
         often, times = Counter(preempted).most_common(1)[0]
-        lines.append(_line("preempted", f"{_count(len(preempted), 'time')}, request {often} most often ({times})"))
+        lines.append(
+            line_text("preempted", f"{count_text(len(preempted), 'time')}, request {often} most often ({times})")
+        )
     if ledger.stream_error:
-        lines.append(_line("stream", f"ended early: {ledger.stream_error}"))
+        lines.append(line_text("stream", f"ended early: {ledger.stream_error}"))
     lines.append(textwrap.fill(conclusion(ledger, kinds), WIDTH))
     return "\n".join(lines)
+
+
+def _bill_lines(bills: Sequence[Bill]) -> list[str]:
+    """Where the time of the requests that ended went, all together."""
+    if not bills:
+        return []
+    names = [name.replace("_", " ") for name in ITEMS]
+    shares = _shares(names, [sum(getattr(bill, name) for bill in bills) / 1e9 for name in ITEMS])
+    each = seconds_text(median(bill.wall for bill in bills) / 1e9)
+    return [line_text("requests", f"{len(bills)} ended, {each} in the median; {shares}")]
 
 
 def _grouped(label: str, texts: Iterable[str]) -> list[str]:
     groups = group_texts(texts)
     lines = [
-        _line(label if index == 0 else "", f"{count} x {text}")
+        line_text(label if index == 0 else "", f"{count} x {text}")
         for index, (count, text) in enumerate(groups[:_MOST_GROUPS])
     ]
     if len(groups) > _MOST_GROUPS:
         rest = sum(count for count, _ in groups[_MOST_GROUPS:])
-        lines.append(_line("", f"and {rest} others of {_count(len(groups) - _MOST_GROUPS, 'kind')}"))
+        lines.append(line_text("", f"and {rest} others of {count_text(len(groups) - _MOST_GROUPS, 'kind')}"))
     return lines
 
 
