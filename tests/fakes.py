@@ -61,12 +61,13 @@ class FakeRunner:
     as a wrong token.
     """
 
-    def __init__(self, block_size: int, windows: Sequence[int | None] = (None,)):
+    def __init__(self, block_size: int, windows: Sequence[int | None] = (None,), num_drafts: int = 0):
         self.block_size = block_size
         self.rows: dict[int, dict] = {}
         self.cache: dict[tuple[int, int], tuple[int, int]] = {}  # (block, offset) -> (token, position)
         self.windows = windows
         self.num_run = 0  # tokens
+        self.num_drafts = num_drafts  # proposed after each token, right and wrong ones
         self.plans: list[StepPlan] = []
 
     def execute(self, plan: StepPlan) -> Future[StepResult]:
@@ -96,32 +97,50 @@ class FakeRunner:
             for offset in range(self.block_size):
                 if (source, offset) in self.cache:
                     self.cache[destination, offset] = self.cache[source, offset]
-        tokens, accepted, offered = [], [], {}
-        for row, start, length, _ in plan.spans.T.tolist():
+        tokens, accepted, offered, proposed = [], [], {}, []
+        for row, start, length, num_drafts in plan.spans.T.tolist():
             state = self.rows[row]
+            drafts = state.pop("drafts", [])[:num_drafts]
+            assert len(drafts) == num_drafts, "a step verifies drafts that were not proposed"
+            known = [*state["tokens"], *drafts]
             assert start == state["computed"], f"span starts at {start}, {state['computed']} computed"
             end = start + length
-            assert end <= len(state["tokens"])
+            assert end <= len(known)
             self.num_run += length
             for window, table in zip(self.windows, state["tables"], strict=True):
                 for position in range(start, end):
                     block = table[position // self.block_size]
-                    self.cache[block, position % self.block_size] = (state["tokens"][position], position)
+                    self.cache[block, position % self.block_size] = (known[position], position)
                 for position in range(0 if window is None else max(0, start - window + 1), end):
                     seen = self.cache[table[position // self.block_size], position % self.block_size]
-                    assert seen == (state["tokens"][position], position), "the cache holds another request's tokens"
-            state["computed"] = end
+                    assert seen == (known[position], position), "the cache holds another request's tokens"
             new = []
-            if end == len(state["tokens"]):
-                new = [next_token(state["tokens"], state["seed"])]
+            if end == len(known):
                 if state["candidates"]:
                     offered[len(tokens)] = candidates(state["tokens"], state["candidates"])
+                for draft in [*drafts, None]:
+                    new.append(next_token(state["tokens"] + new, state["seed"]))
+                    if new[-1] != draft:
+                        break
                 state["tokens"].extend(new)
+                end -= len(drafts) - (len(new) - 1)
+            state["computed"] = end
+            state["drafts"] = self._propose(state) if new and not state["candidates"] else []
             tokens.append(new)
-            accepted.append(0)
+            accepted.append(max(0, len(new) - 1))
+            proposed.append(len(state["drafts"]))
         future: Future[StepResult] = Future()
-        future.set_result(StepResult(plan.step_id, tokens, accepted, candidates=offered))
+        future.set_result(StepResult(plan.step_id, tokens, accepted, candidates=offered, num_drafts=proposed))
         return future
+
+
+    def _propose(self, state: dict) -> list[int]:
+        """Right tokens, with a wrong one among them now and then."""
+        drafts: list[int] = []
+        for place in range(self.num_drafts):
+            right = next_token(state["tokens"] + drafts, state["seed"])
+            drafts.append((right + 1) % VOCAB if (right + place) % 5 == 0 else right)
+        return drafts
 
 
 def expected_output(prompt: list[int], max_tokens: int, stop_ids: frozenset[int] = frozenset(), seed: int = 0):

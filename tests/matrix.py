@@ -1,8 +1,8 @@
 """Every pair of features, tried together: what the matrix in docs/matrix.md is generated from.
 
-A feature is a way to decode (sampling options), a way to run (engine options), or a kind of model. A pair holds when its
-result is, token for token, what the decoding gives alone on an engine with nothing special; it may also be refused, with
-a reason. `python tests/matrix.py` writes the document; `tests/engine/test_matrix.py` runs the same and compares.
+A feature is a way to decode (sampling options), a way to run (engine options), or a kind of model. A pair holds when
+its result is, token for token, what the decoding gives alone on an engine with nothing special; it may also be refused,
+with a reason. `python tests/matrix.py` writes the document; `tests/engine/test_matrix.py` runs the same and compares.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from tiny import write_tiny_llama
-
 from headrace import LLM, SamplingParams
 from headrace.frontend.output import RequestOutput
+from tiny import write_tiny_llama
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "matrix.md"
 PROMPTS = [list(range(60, 60 + n)) + [65, 66] * (n // 4) for n in (5, 16, 24)]
@@ -48,6 +47,8 @@ RUNNING: dict[str, dict[str, Any]] = {
     "steps in flight": {"steps_in_flight": 3},
     "no prefix cache": {"prefix_caching": False},
     "priorities": {"scheduling": "priority"},
+    "speculation": {"speculate": "ngram", "num_draft_tokens": 4},
+    "automatic speculation": {"speculate": "ngram"},
 }
 MODELS: dict[str, dict[str, Any]] = {"sliding window": {"window": 9}}
 ALWAYS = {"max_model_len": 90}

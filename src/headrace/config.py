@@ -37,6 +37,8 @@ class EngineArgs:
     scheduling: Literal["fcfs", "priority"] = option("fcfs", "order in which waiting requests are admitted")
     num_threads: int | None = option(None, "processor threads of the native kernels; none: all this process may use")
     attention_backend: str | None = option(None, "attention kernels to use instead of the selector's choice")
+    speculate: Literal["off", "ngram"] = option("off", "draft tokens and verify them together: ngram looks the text up")
+    num_draft_tokens: int | None = option(None, "verify always so many drafts; none: as many as the cost model advises")
     steps_in_flight: int | None = option(None, "steps started before the first one's result is read (1 to 3)")
     ledger: bool = option(True, "record each step: what it did, what bound it, what was refused")
 
@@ -59,7 +61,15 @@ class EngineArgs:
                 raise ConfigError(f"{name} must be an integer of at least {low}, not {value!r}")
         if self.steps_in_flight is not None and self.steps_in_flight not in (1, 2, 3):
             raise ConfigError(f"steps_in_flight must be 1, 2 or 3, not {self.steps_in_flight!r}")
-        for name, allowed in (("mode", ("auto", "exact")), ("scheduling", ("fcfs", "priority"))):
+        if self.num_draft_tokens is not None and not 1 <= self.num_draft_tokens <= 64:
+            raise ConfigError(f"num_draft_tokens must be between 1 and 64, not {self.num_draft_tokens!r}")
+        if self.num_draft_tokens is not None and self.speculate == "off":
+            raise ConfigError("num_draft_tokens needs a way to draft; give speculate=ngram too")
+        for name, allowed in (
+            ("mode", ("auto", "exact")),
+            ("scheduling", ("fcfs", "priority")),
+            ("speculate", ("off", "ngram")),
+        ):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} must be one of {', '.join(allowed)}, not {getattr(self, name)!r}")
 
@@ -77,6 +87,9 @@ class EngineConfig:
     num_blocks: int
     prefix_caching: bool
     scheduling: str
+    speculate: str
+    max_draft_tokens: int
+    fixed_depth: bool  # verify all drafts; else as many as the cost model finds to pay
     steps_in_flight: int
     ledger: bool
     num_threads: int

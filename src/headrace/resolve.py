@@ -17,6 +17,7 @@ _DEFAULT_BUDGET = 256
 _DEFAULT_LEN = 8192
 _DEFAULT_BLOCK = 16
 _KV_SHARE = 0.3
+_MOST_DRAFTS = 8
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,9 @@ def resolve(args: EngineArgs, spec: ModelSpec, facts: CpuFacts) -> tuple[EngineC
         if args.prefix_caching
         else Choice("prefix_caching", "False", "as asked")
     )
+    if args.speculate != "off":
+        depth_reason = "as asked" if args.num_draft_tokens else "each step verifies what the cost model finds to pay"
+        choices.append(Choice("num_draft_tokens", str(args.num_draft_tokens or f"up to {_MOST_DRAFTS}"), depth_reason))
     config = EngineConfig(
         mode=mode,
         max_model_len=max_len,
@@ -134,6 +138,9 @@ def resolve(args: EngineArgs, spec: ModelSpec, facts: CpuFacts) -> tuple[EngineC
         num_blocks=num_blocks,
         prefix_caching=args.prefix_caching,
         scheduling=args.scheduling,
+        speculate=args.speculate,
+        max_draft_tokens=args.num_draft_tokens or _MOST_DRAFTS,
+        fixed_depth=args.num_draft_tokens is not None,
         steps_in_flight=depth,
         ledger=args.ledger,
         num_threads=threads,

@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fakes import FakeRunner, expected_output, make_request
+from headrace.core.drafting import FixedDepth
 from headrace.core.kv_layout import KVGroup, KVLayout
 from headrace.core.kv_manager import KVCacheManager
 from headrace.core.loop import EngineCore
@@ -13,12 +14,22 @@ from headrace.core.scheduler import Scheduler, SchedulerLimits
 
 
 def make_core(
-    num_blocks=64, block_size=4, seqs=4, budget=16, max_len=128, depth=1, windows=(None,), policy="fcfs", caching=True
+    num_blocks=64,
+    block_size=4,
+    seqs=4,
+    budget=16,
+    max_len=128,
+    depth=1,
+    windows=(None,),
+    policy="fcfs",
+    caching=True,
+    drafts=0,
 ):
     groups = tuple(KVGroup((i,), 1, 8, window) for i, window in enumerate(windows))
     layout = KVLayout(groups, block_size, num_blocks, max_span=budget)
-    scheduler = Scheduler(SchedulerLimits(seqs, budget, max_len, policy), KVCacheManager(layout, caching))
-    runner = FakeRunner(block_size, windows)
+    limits = SchedulerLimits(seqs, budget, max_len, policy)
+    scheduler = Scheduler(limits, KVCacheManager(layout, caching), FixedDepth(drafts) if drafts else None)
+    runner = FakeRunner(block_size, windows, drafts)
     return EngineCore(scheduler, runner, depth), runner
 
 
@@ -183,7 +194,7 @@ def choices_of(index, prompt, max_tokens, priority, count, salt):
     return made
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=1500, deadline=None)
 @given(
     requests=requests,
     block_size=st.sampled_from([1, 2, 4, 8]),
@@ -194,14 +205,15 @@ def choices_of(index, prompt, max_tokens, priority, count, salt):
     depth=st.integers(1, 3),
     policy=st.sampled_from(["fcfs", "priority"]),
     caching=st.booleans(),
+    drafts=st.sampled_from([0, 0, 1, 3, 8]),
 )
 def test_random_schedules_give_every_request_its_own_tokens(
-    requests, block_size, spare_blocks, seqs, budget, windows, depth, policy, caching
+    requests, block_size, spare_blocks, seqs, budget, windows, depth, policy, caching, drafts
 ):
     max_len = 64
     common = list(range(50, 80))
     num_blocks = (-(-max_len // block_size) + spare_blocks // 4) * len(windows)
-    core, _ = make_core(num_blocks, block_size, seqs, seqs + budget, max_len, depth, windows, policy, caching)
+    core, _ = make_core(num_blocks, block_size, seqs, seqs + budget, max_len, depth, windows, policy, caching, drafts)
     limit = min(max_len, core.scheduler.kv.layout.num_tokens)
     outputs: dict = {}
     pending = sorted(enumerate(requests), key=lambda item: item[1][3])
@@ -379,3 +391,37 @@ def test_waiting_long_enough_beats_a_higher_class():
     while core.has_work:
         finished += [out.request_id for out in core.step() if out.finish_reason]
     assert finished == ["running", "old low", "new high", "new low"]
+
+
+# -- drafts
+
+
+@pytest.mark.parametrize("drafts", [1, 4, 9])
+def test_drafts_change_the_number_of_steps_and_nothing_else(drafts):
+    prompt = list(range(10))
+    core, runner = make_core(drafts=drafts, budget=32)
+    assert run_one(core, make_request("a", prompt, 60)) == expected_output(prompt, 60)
+    decodes = [plan for plan in runner.plans if plan.yields.any()]
+    assert len(decodes) < 60 and max(int(plan.num_drafts.max()) for plan in decodes) == drafts
+    turn = make_request("b", prompt + expected_output(prompt, 60), 1)
+    assert run_one(core, turn) == expected_output(turn.prompt_token_ids, 1)
+    assert turn.num_cached == 68, "accepted tokens are in the prefix cache, rejected ones are not"
+
+
+def test_a_stop_token_inside_accepted_drafts_ends_the_request():
+    prompt = [5, 6, 7]
+    whole = expected_output(prompt, 40)
+    core, _ = make_core(drafts=6, budget=32)
+    core.add(make_request("a", prompt, 40, stop_ids=frozenset({whole[20]})))
+    tokens, reason = run(core)["a"]
+    assert tokens == whole[: whole.index(whole[20]) + 1] and reason == FinishReason.STOP
+
+
+def test_nobody_is_preempted_for_a_guess():
+    core, _ = make_core(num_blocks=12, block_size=4, seqs=2, max_len=24, drafts=8, budget=32)
+    made = [make_request(str(i), [i] * 8, 16) for i in range(2)]
+    for request in made:
+        core.add(request)
+    outputs = run(core)
+    assert all(outputs[str(i)][0] == expected_output([i] * 8, 16) for i in range(2))
+    assert all(request.num_preemptions == 0 for request in made)

@@ -137,6 +137,7 @@ class StepResult:
     step_id: int
     tokens: list[list[int]]  # per span; [] where prefill is not finished; accepted drafts first
     num_accepted: list[int]  # per span: drafts accepted
+    num_drafts: list[int] = field(default_factory=list)  # per span: drafts proposed for its next step; []: none
     candidates: dict[int, list[tuple[int, float]]] = field(default_factory=dict)  # span of a beam -> its best next
     # tokens with their log-probabilities after every stage, best first
     errors: dict[int, str] = field(default_factory=dict)  # span -> why it could not go on

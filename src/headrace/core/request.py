@@ -63,6 +63,9 @@ class Request:
     num_computed: int = field(default=0, init=False)
     num_in_flight: int = field(default=0, init=False)
     num_pending: int = field(default=0, init=False)
+    runs_ahead: bool = field(default=True, init=False)  # may be scheduled before its last step's tokens are known
+    num_drafts: int = field(default=0, init=False)  # that the worker holds for its next step
+    acceptance: float | None = field(default=None, init=False)  # a draft policy's estimate
     scheduled_in: int = field(default=-1, init=False)  # the last step that got a span of it
     num_slots: int = field(default=0, init=False)  # tokens that the blocks held have room for
     num_preemptions: int = field(default=0, init=False)
@@ -120,6 +123,7 @@ class Request:
         self.row = -1
         self.epoch += 1
         self.num_computed = self.num_in_flight = self.num_pending = self.num_slots = self.num_entered = 0
+        self.num_drafts = 0
 
 
 class TokenOutput(NamedTuple):

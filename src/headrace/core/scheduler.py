@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from headrace.core.beam import BeamGroup, regroup
+from headrace.core.drafting import DraftPolicy, NoDrafts
 from headrace.core.kv_manager import NO_HIT, KVCacheManager, PrefixHit
 from headrace.core.plan import Admit, Fork, NewBlocks, StepPlan, StepResult, TokenLogprobs
 from headrace.core.prefix import Miss
@@ -84,7 +85,7 @@ def _logprobs(
 class Scheduler:
     """add() and abort() at any time; schedule() makes a plan, commit() takes its result, in the same order."""
 
-    def __init__(self, limits: SchedulerLimits, kv: KVCacheManager):
+    def __init__(self, limits: SchedulerLimits, kv: KVCacheManager, drafting: DraftPolicy | None = None):
         if limits.max_num_batched_tokens < limits.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens ({limits.max_num_batched_tokens}) must be at least max_num_seqs "
@@ -92,6 +93,7 @@ class Scheduler:
             )
         self.limits = limits
         self.kv = kv
+        self.drafting: DraftPolicy = drafting or NoDrafts()
         self.waiting = RequestQueue(limits.policy)
         self.running: list[Request] = []  # oldest first
         self.trace = StepTrace()
@@ -124,6 +126,7 @@ class Scheduler:
         if request.beam is not None:
             self._add_beam(request.beam)
         self._requests[request.id] = request
+        request.runs_ahead = request.beam is None and not self.drafting.speculates
         leader = request.leader
         if leader is not None and leader.id in self._requests and leader.num_output == 0:
             self._followers.setdefault(leader.id, []).append(request)
@@ -140,6 +143,7 @@ class Scheduler:
             )
         for member in group.members[1:]:
             member.become_dormant()
+            member.runs_ahead = False
             self._requests[member.id] = member
 
     def abort(self, request_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT) -> list[TokenOutput]:
@@ -201,16 +205,38 @@ class Scheduler:
             unscheduled = request.num_unscheduled
             if unscheduled == 1:
                 start = request.num_computed + request.num_in_flight
+                if request.num_drafts and self._add_verification(draft, request, start):
+                    continue
                 if start < request.num_slots or self._make_room(request, start + 1, draft):
                     spans.extend((request.row, start, 1, 0))
                     requests.append((request, request.epoch))
                     request.scheduled_in = step
                     request.num_in_flight += 1
-                    request.num_pending += request.beam is None  # a beam's next token is not the step's to say
+                    request.num_pending += request.runs_ahead
             elif unscheduled > 1:
                 draft.prefilling.append(request)
         draft.yields = [True] * len(requests)
         draft.budget -= len(requests)
+
+    def _add_verification(self, draft: _Draft, request: Request, start: int) -> bool:
+        """A span of the request's next token and drafts behind it; False if none are worth it or have room."""
+        spare = draft.budget - len(self.running)  # every running request must get its token
+        most = min(request.num_drafts, request.max_len - len(request.token_ids) - 1, spare)
+        depth = self.drafting.depth(request, most, len(self.running)) if most > 0 else 0
+        request.num_drafts = 0
+        if not depth:
+            return False
+        if start + 1 + depth > request.num_slots:
+            news = self.kv.allocate(request, start + 1 + depth, draft.copies)
+            if news is None:  # nobody is preempted for a guess
+                return False
+            draft.new_blocks += news
+        draft.spans.extend((request.row, start, 1 + depth, depth))
+        draft.requests.append((request, request.epoch))
+        draft.budget -= depth
+        request.scheduled_in = self._next_step
+        request.num_in_flight += 1 + depth
+        return True
 
     def _make_room(self, request: Request, num_tokens: int, draft: _Draft) -> bool:
         """Blocks for the first `num_tokens` tokens, preempting the youngest others; False if it must wait."""
@@ -332,7 +358,7 @@ class Scheduler:
         request.scheduled_in = self._next_step
         draft.budget -= length
         request.num_in_flight += length
-        request.num_pending += yields and request.beam is None
+        request.num_pending += yields and request.runs_ahead
 
     # -- taking a result
 
@@ -363,9 +389,12 @@ class Scheduler:
                 if request.beam.offer(request, result.candidates[index]):
                     outputs += self._decide(request.beam)
             elif yields:
-                request.num_pending -= 1 + num_drafts
+                request.num_pending -= request.runs_ahead
                 if num_drafts:
                     request.num_computed -= num_drafts - result.num_accepted[index]
+                    self.drafting.observe(request, num_drafts, result.num_accepted[index])
+                if result.num_drafts:
+                    request.num_drafts = result.num_drafts[index]
                 taken = accept_tokens(request, tokens)
                 if with_logprobs:
                     told = _logprobs(request, result, index, len(taken))

@@ -9,7 +9,9 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from headrace.autopilot.depth import AutoDepth
 from headrace.config import EngineArgs
+from headrace.core.drafting import DraftPolicy, FixedDepth, NoDrafts
 from headrace.core.kv_manager import KVCacheManager
 from headrace.core.loop import EngineCore, NullObserver, StepObserver
 from headrace.core.request import FinishReason, RequestError, TokenOutput
@@ -17,6 +19,7 @@ from headrace.core.scheduler import Scheduler, SchedulerLimits
 from headrace.device.cpu import cpu_facts
 from headrace.executor.inproc import InProcessExecutor
 from headrace.frontend.chat import ChatTemplate
+from headrace.frontend.defaults import recommended_params
 from headrace.frontend.input import InputProcessor, Prompt
 from headrace.frontend.output import ChoiceStream, CompletionOutput, RequestOutput, Update
 from headrace.ledger.bill import Bill, merge
@@ -51,43 +54,46 @@ class Engine:
                 or "the only one for this device",
             )
         )
+        weight_bytes = self._worker.model.weight_bytes
+        work = WorkModel.for_layout(self.spec, weight_bytes, layout)
         self.ledger: Ledger = NullLedger()
+        self.cost = CostModel(self.ledger.facts)
         self._observer: LedgerObserver | None = None
         if self.config.ledger:
             facts = machine_facts()
-            weight_bytes = self._worker.model.weight_bytes
-            work = WorkModel.for_layout(self.spec, weight_bytes, layout)
-            cost = CostModel(facts)
+            self.cost = CostModel(facts)
             self._cost_name = "|".join(
                 (self.checkpoint.name, str(weight_bytes), self.config.mode, self._worker.attention_backend)
             )
-            cost.restore(self._cost_name)
-            self._num_restored = cost.num_observed
+            self.cost.restore(self._cost_name)
+            self._num_restored = self.cost.num_observed
             self.ledger = Ledger(facts)
-            self._observer = LedgerObserver(self.ledger, work, cost, self.config.max_num_seqs)
+            self._observer = LedgerObserver(self.ledger, work, self.cost, self.config.max_num_seqs)
         limits = SchedulerLimits(
             self.config.max_num_seqs,
             self.config.max_num_batched_tokens,
             self.config.max_model_len,
             self.config.scheduling,
         )
-        scheduler = Scheduler(limits, KVCacheManager(layout, self.config.prefix_caching))
+        kv = KVCacheManager(layout, self.config.prefix_caching)
+        scheduler = Scheduler(limits, kv, self._draft_policy(work))
         observer: StepObserver = self._observer or NullObserver()
         self._core = EngineCore(scheduler, self._executor, self.config.steps_in_flight, observer)
         self._input = InputProcessor(self.tokenizer, self.spec, self.config.max_model_len)
         self._streams: dict[str, ChoiceStream] = {}  # core request id -> its choice
         self._ids = itertools.count()
 
+    def _draft_policy(self, work: WorkModel) -> DraftPolicy:
+        if self.config.speculate == "off":
+            return NoDrafts()
+        if self.config.fixed_depth or not self.config.ledger:  # without a ledger no cost is learnt
+            return FixedDepth(self.config.max_draft_tokens)
+        return AutoDepth(self.cost, work, self.config.max_draft_tokens)
+
     @property
     def default_params(self) -> SamplingParams:
         """What the model's generation_config recommends, over plain sampling."""
-        known = {name: self.checkpoint.generation[name] for name in _GENERATION if name in self.checkpoint.generation}
-        if self.checkpoint.generation.get("do_sample") is False:
-            known["temperature"] = 0.0
-        try:
-            return SamplingParams(**known)
-        except ValueError as error:
-            raise RequestError(f"{self.checkpoint.path}: generation_config is not usable: {error}") from None
+        return recommended_params(self.checkpoint)
 
     def render(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> list[int]:
         """Token ids of a conversation under the model's chat template (ChatTemplate.render says which keywords)."""
@@ -180,4 +186,3 @@ class Engine:
 
 
 _WORTH_KEEPING = 32  # steps observed: fewer teach the cost model too little to be kept
-_GENERATION = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")

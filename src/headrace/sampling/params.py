@@ -48,6 +48,7 @@ class SamplingParams:
     beam_width: int | None = option(None, "beam search over so many sequences (temperature 0); returns the n best")
     length_penalty: float = option(1.0, "beam search: scores are log-probability / length ** this")
     early_stopping: bool = option(False, "beam search: end as soon as beam_width sequences have ended")
+    draft_tokens: int | None = option(None, "most tokens drafted at a time where the engine speculates; 0: none")
     max_tokens: int | None = option(None, "most tokens to generate; none: until the model's limit")
     min_tokens: int = option(0, "no end of sequence and no stop before this many tokens")
     stop: tuple[str, ...] = option((), "the text ends before the first of these strings")
@@ -82,6 +83,7 @@ class SamplingParams:
             ("max_tokens", 1, 2**31 - 1),
             ("best_of", 1, MAX_CHOICES),
             ("beam_width", 1, MAX_CHOICES),
+            ("draft_tokens", 0, 2**31 - 1),
             ("logprobs", 0, MAX_LOGPROBS),
             ("prompt_logprobs", 0, MAX_LOGPROBS),
         ):
@@ -107,7 +109,7 @@ class SamplingParams:
 
     def _check_beam(self) -> None:
         if self.n > (self.beam_width or 0):
-            raise ValueError(f"n ({self.n}) is above beam_width ({self.beam_width}), which is all that a beam ends with")
+            raise ValueError(f"n ({self.n}) is above beam_width ({self.beam_width}), all that a beam ends with")
         for name, wanted in (("temperature", 0), ("best_of", None), ("logprobs", None), ("prompt_logprobs", None)):
             if getattr(self, name) != wanted:
                 raise ValueError(f"beam search needs {name}={wanted}, not {getattr(self, name)!r}")

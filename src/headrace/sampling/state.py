@@ -10,6 +10,7 @@ from headrace.core.plan import Admit
 from headrace.ops.xp import Array
 from headrace.sampling.params import BadWords
 
+_NO_LIMIT = 2**31 - 1
 _COOLEST = 1e-20  # lower temperatures are this one: a difference of 1e-17 logits then already decides
 
 
@@ -38,6 +39,7 @@ class SamplingTable:
         self.bad_words: list[BadWords] = [_NO_WORDS] * max_rows
         self.logprobs = np.full(max_rows, -1, np.int32)  # how many of the best to report beside the chosen; -1: none
         self.prompt_logprobs = np.full(max_rows, -1, np.int32)  # the same of each prompt token
+        self.max_drafts = np.zeros(max_rows, np.int32)  # most tokens that may be drafted at a time
         self.candidates = np.zeros(max_rows, np.int32)  # best next tokens that a beam search asks for
 
     def set(self, admit: Admit) -> None:
@@ -65,6 +67,8 @@ class SamplingTable:
         self.allowed_ids[row] = np.array(params.allowed_token_ids or (), np.int64)
         self.bad_words[row] = admit.bad_words or _NO_WORDS
         self.censored[row] = bool(self.bad_words[row].bans)
+        limit = _NO_LIMIT if params.draft_tokens is None else params.draft_tokens
+        self.max_drafts[row] = 0 if params.beam_width else limit
         # of all that a beam's continuations can end with, enough that `beam_width` are left which do not end
         self.candidates[row] = (params.beam_width or 0) * max(2, 1 + len(admit.stop_ids))
         self.logprobs[row] = -1 if params.logprobs is None else params.logprobs

@@ -26,11 +26,16 @@ class DraftContext:
     rows: np.ndarray  # int32 [R]  rows that may get drafts
     token_ids: np.ndarray  # int32 [max rows, max length]  the request table's tokens
     num_tokens: np.ndarray  # int32 [max rows]
+    limits: list[int]  # most drafts that each of `rows` may get; 0: none
     hidden: Array | None = None  # float [T, H], if the proposer needs it
 
 
 class Proposer(Protocol):
     """Guesses tokens ahead."""
+
+    def admit(self, rows: list[int]) -> None:
+        """These rows hold new sequences from now on."""
+        ...
 
     def propose(self, context: DraftContext) -> Drafts | None:
         """Drafts for the context's rows, or None for no drafts at all."""
@@ -39,6 +44,9 @@ class Proposer(Protocol):
 
 class NullProposer:
     """Guesses nothing."""
+
+    def admit(self, rows: list[int]) -> None:
+        pass
 
     def propose(self, context: DraftContext) -> Drafts | None:
         return None

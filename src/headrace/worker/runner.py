@@ -51,6 +51,7 @@ class ModelRunner:
         """Run one step to its end."""
         t0 = time.perf_counter()
         self._table.apply(plan)
+        self._proposer.admit([admit.row for admit in plan.admits])
         self._cache.copy_blocks(plan.block_copies)
         key = self._launcher.pick(plan.num_tokens, plan.num_spans, None)
         batch = self._builder.build(plan, key)
@@ -67,13 +68,17 @@ class ModelRunner:
         prompt_logprobs = self._prompt_logprobs(batch, hidden)
         damaged = {span: DAMAGED for span, entries in prompt_logprobs.items() if not all(entries)}
         self._table.commit(plan, sampled)
-        context = DraftContext(plan.rows[plan.yields], self._table.token_ids, self._table.num_tokens)
-        self._proposer.propose(context)
+        drafting = plan.rows[plan.yields]
+        limits = self._table.sampling.max_drafts[drafting].tolist()
+        context = DraftContext(drafting, self._table.token_ids, self._table.num_tokens, limits)
+        num_drafts = np.zeros(plan.num_spans, np.int32)
+        num_drafts[plan.yields] = self._table.hold_drafts(drafting, self._proposer.propose(context))
         tokens = [row[:count] for row, count in zip(sampled.tokens.tolist(), sampled.counts.tolist(), strict=True)]
         return StepResult(
             plan.step_id,
             tokens=tokens,
             num_accepted=[max(0, len(each) - 1) for each in tokens],
+            num_drafts=num_drafts.tolist(),
             candidates=sampled.candidates,
             errors={**damaged, **sampled.errors},
             times=StageTimes(t1 - t0, t2 - t1, t3 - t2, time.perf_counter() - t3),

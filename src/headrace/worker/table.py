@@ -7,6 +7,7 @@ import numpy as np
 from headrace.core.plan import StepPlan
 from headrace.sampling.sampler import Sampled
 from headrace.sampling.state import SamplingTable
+from headrace.spec.base import Drafts
 
 
 class RequestTable:
@@ -50,3 +51,13 @@ class RequestTable:
                 going, column
             ]
             self.num_tokens[at] += 1
+
+    def hold_drafts(self, rows: np.ndarray, drafts: Drafts | None) -> np.ndarray:
+        """Keep proposed tokens behind the known ones of `rows`, for a step to verify; how many of each, int32 [R]."""
+        if drafts is None:
+            return np.zeros(len(rows), np.int32)
+        counts = np.count_nonzero(drafts.tokens >= 0, axis=1).astype(np.int32)
+        counts = np.minimum(counts, self.token_ids.shape[1] - self.num_tokens[rows])
+        for row, count, tokens in zip(rows.tolist(), counts.tolist(), drafts.tokens, strict=True):
+            self.token_ids[row, self.num_tokens[row] : self.num_tokens[row] + count] = tokens[:count]
+        return counts

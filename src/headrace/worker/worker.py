@@ -12,6 +12,7 @@ from headrace.models.spec import ModelSpec
 from headrace.quant.cpu import bind_cpu
 from headrace.sampling.sampler import Sampler
 from headrace.spec.base import NullProposer
+from headrace.spec.ngram import NgramProposer
 from headrace.worker.kv_cache import KVCache
 from headrace.worker.runner import ModelRunner
 from headrace.worker.table import RequestTable
@@ -39,7 +40,7 @@ class Worker:
             RequestTable(config.max_num_seqs, config.max_model_len, len(layout.groups), layout.block_size),
             backend,
             Sampler(),
-            NullProposer(),
+            NgramProposer(config.max_draft_tokens) if config.speculate == "ngram" else NullProposer(),
         )
 
     def execute(self, plan: StepPlan) -> StepResult:
