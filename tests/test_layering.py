@@ -38,8 +38,9 @@ LAYERS = {
         "autopilot", "config", "core", "device", "executor", "ledger", "loading", "models.spec", "resolve",
         "sampling.params", "worker",
     },
+    "server": {"config", "core", "frontend", "loading", "models.spec", "sampling.params"},
     "bench": {"frontend", "sampling.params", "device", "ledger", "loading"},
-    "cli": {"bench", "config", "frontend", "ledger", "loading", "models.registry", "sampling.params", "core"},
+    "cli": {"bench", "server", "config", "frontend", "ledger", "loading", "models.registry", "sampling.params", "core"},
 }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import statistics
 import time
@@ -10,6 +11,8 @@ from dataclasses import dataclass
 
 from headrace.frontend.llm import LLM
 from headrace.sampling.params import SamplingParams
+
+_runs = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -41,17 +44,17 @@ def random_prompts(vocab_size: int, count: int, length: int, seed: int = 0) -> l
 
 
 def run_batch(llm: LLM, prompts: Sequence[list[int]], num_tokens: int) -> Timing:
-    """Generate exactly `num_tokens` greedy tokens for each prompt, all submitted at once."""
+    """Generate exactly `num_tokens` greedy tokens for each prompt, all submitted at once. No run finds the prefixes of
+    another: each has a cache salt of its own."""
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+    salt = f"run {next(_runs)}"
     started = time.perf_counter()
-    outputs = [llm.engine.submit(prompt, params) for prompt in prompts]
+    outputs = [llm.engine.submit(prompt, params, cache_salt=salt) for prompt in prompts]
     first = 0.0
     while any(not output.finished for output in outputs):
         if llm.engine.step() and not first:
             first = time.perf_counter() - started
-    return Timing(
-        first, time.perf_counter() - started, sum(len(o.outputs[0].token_ids) for o in outputs), len(outputs)
-    )
+    return Timing(first, time.perf_counter() - started, sum(len(o.outputs[0].token_ids) for o in outputs), len(outputs))
 
 
 def median(values: Sequence[float]) -> float:

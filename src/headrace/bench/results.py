@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import subprocess
 import time
@@ -37,6 +38,8 @@ class Row:
 
     def line(self) -> str:
         text = f"{self.case:56} {self.headrace:10.2f} {self.unit:8}"
+        if self.limit_share is not None:
+            text += f" {self.limit_share:4.0%} of the limit"
         if self.ratio is not None:
             text += f" {self.peer_name} {self.peer:.2f}, ratio {self.ratio:.2f}"
         if self.target is not None and self.ratio is not None:
@@ -56,6 +59,7 @@ def environment(*packages: str) -> dict[str, Any]:
     return {
         "hardware": {"cpu": cpu_name(), "threads": cpu.num_threads, "memory_bytes": cpu.total_memory},
         "versions": versions,
+        "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,  # of the last minute, this run's included
         "limits": {"read_bandwidth": machine.read_bandwidth, "flops_fp32": machine.flops},
     }
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import TYPE_CHECKING
 
-from headrace.cli.options import add_engine_options, engine_args
+from headrace.cli.options import add_engine_options, add_ledger_option, engine_args, stream_ledger
 
 if TYPE_CHECKING:
     from headrace.bench.results import Row
@@ -21,12 +22,56 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
     throughput_parser = kinds.add_parser("throughput", help="many requests queued at once")
     throughput_parser.add_argument("--num-requests", type=int, default=32, metavar="N", help="requests (default 32)")
     throughput_parser.set_defaults(command=throughput)
-    for each, prompt_len in ((latency_parser, 32), (throughput_parser, 128)):
+    compare_parser = kinds.add_parser("compare", help="the same work through Headrace and peers, in turns")
+    compare_parser.add_argument(
+        "--peer",
+        action="append",
+        default=[],
+        metavar="PEER",
+        help="transformers, llama.cpp, or a script that speaks the protocol; may be repeated",
+    )
+    compare_parser.add_argument(
+        "--peer-python",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="the Python of each peer's environment, or one for all (this one)",
+    )
+    compare_parser.add_argument(
+        "--peer-dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="arithmetic of a transformers peer (float32)",
+    )
+    compare_parser.add_argument(
+        "--decode-batch",
+        type=int,
+        action="append",
+        metavar="N",
+        help="decode with N requests; may be repeated (1 and 8, unless others are given)",
+    )
+    compare_parser.add_argument(
+        "--ttft",
+        type=int,
+        action="append",
+        metavar="N",
+        help="time to the first token after N; may be repeated (512, unless others are given)",
+    )
+    compare_parser.add_argument(
+        "--offline",
+        type=int,
+        action="append",
+        metavar="N",
+        help="N requests queued at once; may be repeated (32, unless others are given)",
+    )
+    compare_parser.set_defaults(command=compare)
+    for each, prompt_len in ((latency_parser, 32), (throughput_parser, 128), (compare_parser, 32)):
         each.add_argument("--prompt-len", type=int, default=prompt_len, metavar="N", help=f"default {prompt_len}")
         each.add_argument("--output-len", type=int, default=64, metavar="N", help="tokens a request (default 64)")
         each.add_argument("--runs", type=int, default=3, metavar="N", help="counted runs after one warm-up (default 3)")
         each.add_argument("--json", metavar="FILE", help="write a results file")
         each.add_argument("--explain", action="store_true", help="say where the time went")
+        add_ledger_option(each)
         add_engine_options(each)
 
 
@@ -57,6 +102,7 @@ def latency(arguments: argparse.Namespace) -> int:
     from headrace.frontend.llm import LLM
 
     with LLM.from_args(engine_args(arguments)) as llm:
+        stream_ledger(arguments, llm.engine.ledger)
         prompts = random_prompts(llm.engine.spec.vocab_size, arguments.batch_size, arguments.prompt_len)
         run_batch(llm, prompts, min(8, arguments.output_len))
         timings = [run_batch(llm, prompts, arguments.output_len) for _ in range(arguments.runs)]
@@ -78,6 +124,7 @@ def throughput(arguments: argparse.Namespace) -> int:
     from headrace.frontend.llm import LLM
 
     with LLM.from_args(engine_args(arguments)) as llm:
+        stream_ledger(arguments, llm.engine.ledger)
         prompts = random_prompts(llm.engine.spec.vocab_size, arguments.num_requests, arguments.prompt_len)
         run_batch(llm, prompts[:1], 2)
         timings = [run_batch(llm, prompts, arguments.output_len) for _ in range(arguments.runs)]
@@ -85,3 +132,38 @@ def throughput(arguments: argparse.Namespace) -> int:
         case = f"{what} offline {arguments.num_requests} x {arguments.prompt_len}+{arguments.output_len}"
         rows = [Row(case, "tok/s", "higher", median([t.output_rate for t in timings]), runs=arguments.runs)]
         return _report(arguments, llm, "throughput", rows)
+
+
+def compare(arguments: argparse.Namespace) -> int:
+    _check(arguments)
+    given = (arguments.decode_batch, arguments.ttft, arguments.offline)
+    decodes, ttfts, offlines = given if any(given) else ([1, 8], [512], [32])
+    for name, values in (("decode-batch", decodes), ("ttft", ttfts), ("offline", offlines)):
+        if any(value < 1 for value in values or ()):
+            raise ValueError(f"--{name} must be at least 1")
+    if decodes and arguments.output_len < 2:
+        raise ValueError("--output-len must be at least 2 for decode")
+    pythons = arguments.peer_python or [sys.executable]
+    if len(pythons) == 1:
+        pythons = pythons * len(arguments.peer)
+    if len(pythons) != len(arguments.peer):
+        raise ValueError(f"{len(arguments.peer)} --peer, but {len(pythons)} --peer-python: give one, or one for each")
+    from headrace.bench.compare import PeerChoice, Work
+    from headrace.bench.compare import compare as measure
+    from headrace.frontend.llm import LLM
+
+    prompt, output = arguments.prompt_len, arguments.output_len
+    works = [Work("decode", count, prompt, output) for count in decodes or ()]
+    works += [Work("ttft", 1, length, 1) for length in ttfts or ()]
+    works += [Work("offline", count, prompt, output) for count in offlines or ()]
+    with LLM.from_args(engine_args(arguments)) as llm:
+        stream_ledger(arguments, llm.engine.ledger)
+        rows = llm.engine.config.max_num_seqs
+        if any(work.kind == "decode" and work.count > rows for work in works):
+            raise ValueError(f"a decode batch above max_num_seqs ({rows}) does not run as one; raise --max-num-seqs")
+        choices = [PeerChoice(kind, python) for kind, python in zip(arguments.peer, pythons, strict=True)]
+        results = measure(
+            llm, works, choices, runs=arguments.runs, dtype=arguments.peer_dtype,
+            tell=lambda text: print(f"[{text}]", file=sys.stderr),
+        )  # fmt: skip
+        return _report(arguments, llm, "compare", results)
