@@ -13,14 +13,14 @@ EXIT_INTERRUPTED = 130
 
 
 def _parser() -> argparse.ArgumentParser:
-    from headrace.cli import batch, bench, chat, explain, models, run
+    from headrace.cli import batch, bench, chat, explain, models, run, serve
 
     parser = argparse.ArgumentParser(
         prog="headrace", description="Serve language models, and know what bounds every step."
     )
     parser.add_argument("--version", action="version", version=f"headrace {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in (run, chat, batch, explain, models, bench):
+    for module in (run, chat, serve, batch, explain, models, bench):
         module.add_commands(commands)
     return parser
 

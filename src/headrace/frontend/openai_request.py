@@ -23,7 +23,7 @@ _SAME_NAME = (
     "temperature", "top_p", "n", "seed", "stop", "presence_penalty", "frequency_penalty", "logit_bias", "max_tokens",
     # beyond OpenAI's, under the names that vLLM gave them
     "top_k", "min_p", "repetition_penalty", "min_tokens", "stop_token_ids", "ignore_eos", "skip_special_tokens",
-    "include_stop_str_in_output", "bad_words", "allowed_token_ids",
+    "include_stop_str_in_output", "bad_words", "allowed_token_ids", "beam_width", "length_penalty", "early_stopping",
 )  # fmt: skip
 _CHAT_ONLY = {
     "messages", "max_completion_tokens", "logprobs", "top_logprobs", "response_format", "tools", "tool_choice",

@@ -1,0 +1,112 @@
+"""/v1/completions and /v1/chat/completions."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.frontend.openai_request import CHAT
+from headrace.server.errors import ApiError
+from headrace.server.http import DONE, Exchange
+from headrace.server.job import Job, PromptTokens
+from headrace.server.protocol import ApiRequest, parse_request
+from headrace.server.service import Service
+from headrace.server.shapes import Shape
+
+STATUS_WAIT = 1.0  # seconds that a stream's status line waits for its first token, so that early errors have their own
+IGNORED = "x-headrace-ignored"
+
+
+@dataclass
+class Told:
+    """What is known of a request for its line in the log."""
+
+    outcome: str = ""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+async def generate(service: Service, exchange: Exchange, url: str, caller: str | None, job_id: str, told: Told) -> None:
+    """Answer a body sent to `url`. Raises ApiError and ClientGoneError; what was begun is ended either way."""
+    arrived = time.monotonic()
+    service.check_open()
+    value, size = await exchange.json(service.args.max_body, service.args.body_timeout)
+    request, model = _check(service, url, value, exchange)
+    request = service.isolated(request, caller)
+    prompts = await _prompts(service, request, size)
+    told.prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+    if request.no_output and request.params.logprobs is None:
+        job = service.echo(job_id, request, prompts, arrived)
+        await _echo(exchange, Shape(job, model, service.model.tokenizer), request.body.stream)
+        told.outcome = "length"
+        return
+    job = service.submit(job_id, request, prompts, arrived, keep=request.body.stream)
+    exchange.watch(job.abandon)
+    try:
+        shape = Shape(job, model, service.model.tokenizer)
+        if request.body.stream:
+            await _stream(exchange, job, shape)
+        else:
+            await job.finished()
+            await exchange.answer(shape.body())
+    finally:
+        job.abandon()  # does nothing to a job that has ended
+        service.done(job)
+        told.outcome, told.completion_tokens = job.outcome, job.completion_tokens
+
+
+def new_id(url: str) -> str:
+    return ("chatcmpl-" if url == CHAT else "cmpl-") + uuid.uuid4().hex
+
+
+def _check(service: Service, url: str, value: Mapping[str, Any], exchange: Exchange) -> tuple[ApiRequest, str]:
+    request = parse_request(url, value, service.model.defaults)
+    if request.ignored:
+        names = ", ".join(name[:64] for name in request.ignored[:16])
+        exchange.extra_headers[IGNORED] = "".join(c if " " <= c <= "~" else "?" for c in names)
+    return request, service.model.check_name(request.body.model)
+
+
+async def _prompts(service: Service, request: ApiRequest, size: int) -> list[PromptTokens]:
+    body = request.body
+    if body.messages is not None:
+        prompts = [await service.model.render(body.messages, body.template, size)]
+    else:
+        prompts = await service.model.tokens(body.prompts, body.add_special)
+    engineless = request.no_output and request.params.logprobs is None
+    for prompt in prompts:
+        service.check_prompt(prompt, "messages" if request.chat else "prompt", 0 if engineless else 1)
+    return prompts
+
+
+async def _stream(exchange: Exchange, job: Job, shape: Shape) -> None:
+    await job.settled(STATUS_WAIT)
+    await exchange.start_events()
+    begun: set[int] = set()
+    parts = list(shape.opening())
+    try:
+        while deltas := await job.deltas():
+            for delta in deltas:
+                parts.append(shape.chunk(delta, delta.index not in begun))
+                begun.add(delta.index)
+            data = b"".join(parts)
+            parts.clear()
+            if data:
+                await exchange.write(data)
+    except ApiError:
+        if parts:
+            await exchange.write(b"".join(parts))
+        raise
+    await exchange.finish(shape.closing() + DONE)
+
+
+async def _echo(exchange: Exchange, shape: Shape, stream: bool) -> None:
+    """The prompts alone: nothing is for the engine to do."""
+    if not stream:
+        await exchange.answer(shape.body())
+        return
+    await exchange.start_events()
+    await exchange.finish(b"".join([*shape.opening(), *shape.endings(), shape.closing(), DONE]))
