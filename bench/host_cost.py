@@ -17,8 +17,9 @@ from headrace.bench.results import Row, write_results
 from headrace.core.kv_layout import KVGroup, KVLayout
 from headrace.core.kv_manager import KVCacheManager
 from headrace.core.plan import StepResult
+from headrace.core.plan_builder import SchedulerLimits
 from headrace.core.request import Request
-from headrace.core.scheduler import Scheduler, SchedulerLimits
+from headrace.core.scheduler import Scheduler
 from headrace.sampling.params import SamplingParams
 from headrace.sampling.sampler import Sampled
 from headrace.worker.batch import BatchBuilder, ShapeKey

@@ -68,7 +68,7 @@ def test_a_beam_that_never_fits_is_refused(seqs, blocks):
     core.scheduler.check()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(
     beams=st.lists(
         st.tuples(

@@ -9,8 +9,9 @@ from headrace.core.drafting import FixedDepth
 from headrace.core.kv_layout import KVGroup, KVLayout
 from headrace.core.kv_manager import KVCacheManager
 from headrace.core.loop import EngineCore
+from headrace.core.plan_builder import SchedulerLimits
 from headrace.core.request import FinishReason, RequestError
-from headrace.core.scheduler import Scheduler, SchedulerLimits
+from headrace.core.scheduler import Scheduler
 
 
 def make_core(

@@ -16,8 +16,9 @@ from headrace.core.kv_layout import KVGroup, KVLayout
 from headrace.core.kv_manager import KVCacheManager
 from headrace.core.loop import EngineCore
 from headrace.core.plan import StepPlan, StepResult
+from headrace.core.plan_builder import SchedulerLimits
 from headrace.core.request import Request, TokenOutput
-from headrace.core.scheduler import Scheduler, SchedulerLimits
+from headrace.core.scheduler import Scheduler
 from headrace.ledger.bill import ITEMS, Bill, merge
 from headrace.ledger.book import Ledger
 from headrace.ledger.cost import CostModel

@@ -10,8 +10,8 @@ import pytest
 from ledger_cases import FACTS, record
 
 from headrace.cli.main import main
+from headrace.core.plan_builder import PrefixUse
 from headrace.core.prefix import Miss
-from headrace.core.scheduler import PrefixUse
 from headrace.ledger.bill import ITEMS, Bill
 from headrace.ledger.book import Ledger
 from headrace.ledger.explain import WIDTH, explain_step, summarize

@@ -12,8 +12,9 @@ from headrace.core.kv_layout import KVGroup, KVLayout
 from headrace.core.kv_manager import KVCacheManager
 from headrace.core.loop import EngineCore
 from headrace.core.plan import Logprob, StepResult
+from headrace.core.plan_builder import SchedulerLimits
 from headrace.core.request import FinishReason, Request
-from headrace.core.scheduler import Scheduler, SchedulerLimits
+from headrace.core.scheduler import Scheduler
 from headrace.executor.inproc import InProcessExecutor
 from headrace.sampling.logprobs import SLICE, token_logprobs
 from headrace.sampling.params import SamplingParams

@@ -11,66 +11,17 @@ always take the blocks of the younger ones.
 
 from __future__ import annotations
 
-from array import array
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-
-import numpy as np
 
 from headrace.core.beam import BeamGroup, regroup
 from headrace.core.drafting import DraftPolicy, NoDrafts
 from headrace.core.kv_manager import NO_HIT, KVCacheManager, PrefixHit
 from headrace.core.plan import Admit, Fork, NewBlocks, StepPlan, StepResult, TokenLogprobs
-from headrace.core.prefix import Miss
+from headrace.core.plan_builder import PlanBuilder, PrefixUse, SchedulerLimits, StepTrace
 from headrace.core.queue import RequestQueue
 from headrace.core.request import FinishReason, Request, RequestError, TokenOutput
 from headrace.core.stop import accept_tokens
-
-
-@dataclass(frozen=True)
-class SchedulerLimits:
-    """Resolved numbers the scheduler works within."""
-
-    max_num_seqs: int  # rows of the request table
-    max_num_batched_tokens: int  # token budget of a step, at least max_num_seqs
-    max_model_len: int  # prompt and output together
-    policy: str = "fcfs"
-
-
-@dataclass(frozen=True)
-class PrefixUse:
-    """What the prefix cache did for a request when it was first admitted."""
-
-    request_id: str
-    num_tokens: int  # known then
-    num_cached: int  # of them, found computed
-    miss: Miss | None  # why not more
-
-
-@dataclass
-class StepTrace:
-    """What the scheduler saw and refused while making one plan; for the ledger."""
-
-    num_running: int = 0
-    num_waiting: int = 0
-    refusals: list[str] = field(default_factory=list)
-    preempted: list[str] = field(default_factory=list)
-    prefixes: list[PrefixUse] = field(default_factory=list)  # of the requests admitted for the first time
-
-
-@dataclass
-class _Draft:
-    """A plan being made."""
-
-    budget: int
-    spans: array[int] = field(default_factory=lambda: array("i"))  # row, start, length, num_drafts of each
-    yields: list[bool] = field(default_factory=list)
-    requests: list[tuple[Request, int]] = field(default_factory=list)  # (request, epoch) of each span
-    prefilling: list[Request] = field(default_factory=list)  # running, with more than a token to go; oldest first
-    admits: list[Admit] = field(default_factory=list)
-    new_blocks: list[NewBlocks] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)
 
 
 def _logprobs(
@@ -171,79 +122,68 @@ class Scheduler:
         """The next step's plan; its `num_spans` is 0 when nothing can run now."""
         self.kv.pool.settle(self._committed)
         self.trace = StepTrace()
-        draft = _Draft(budget=self.limits.max_num_batched_tokens)
-        self._schedule_decodes(draft)
-        self._admit(draft)
-        self._schedule_prefills(draft)
+        plan = PlanBuilder(self._next_step, self.limits.max_num_batched_tokens)
+        self._schedule_decodes(plan)
+        self._admit(plan)
+        self._schedule_prefills(plan)
         self.trace.num_running, self.trace.num_waiting = len(self.running), len(self.waiting)
-        step_id = self._next_step
-        if not draft.spans:
-            for admit in draft.admits:
+        if not plan.requests:
+            for admit in plan.admits:
                 self._preempt(self._requests[admit.request_id])
-            return StepPlan(step_id)
+            return StepPlan(self._next_step)
+        # one that was admitted and then preempted for an older one is not told
+        plan.admits = [admit for admit in plan.admits if self._requests[admit.request_id].row == admit.row]
+        self._in_flight[self._next_step] = plan.requests
         self._next_step += 1
-        self._in_flight[step_id] = draft.requests
-        plan = StepPlan(
-            step_id,
-            spans=np.array(draft.spans, np.int32).reshape(-1, 4).T,
-            admits=tuple(admit for admit in draft.admits if self._requests[admit.request_id].row == admit.row),
-            forks=tuple(self._forks),
-            new_blocks=(*self._fork_blocks, *draft.new_blocks),
-            block_copies=tuple(draft.copies),
-            released=tuple(self._released),
-            yields=np.array(draft.yields, bool),
-        )
+        built = plan.build(self._forks, self._fork_blocks, self._released)
         self._released, self._forks, self._fork_blocks = [], [], []
-        return plan
+        return built
 
-    def _schedule_decodes(self, draft: _Draft) -> None:
-        # the hot loop of a loaded engine: what _add_span does is written out for a span of one token
-        step, spans, requests = self._next_step, draft.spans, draft.requests
+    def _schedule_decodes(self, plan: PlanBuilder) -> None:
+        # the hot loop of a loaded engine: what PlanBuilder.add does is written out for a span of one token
+        plan.spare = plan.budget - len(self.running)  # every running request must get its token
+        step, spans, yields, requests = self._next_step, plan.spans, plan.yields, plan.requests
         for request in self.running.copy():
             if request.row < 0:  # preempted a moment ago
                 continue
             unscheduled = request.num_unscheduled
             if unscheduled == 1:
                 start = request.num_computed + request.num_in_flight
-                if request.num_drafts and self._add_verification(draft, request, start):
+                if request.num_drafts and self._add_verification(plan, request, start):
                     continue
-                if start < request.num_slots or self._make_room(request, start + 1, draft):
+                if start < request.num_slots or self._make_room(request, start + 1, plan):
                     spans.extend((request.row, start, 1, 0))
+                    yields.append(True)
                     requests.append((request, request.epoch))
                     request.scheduled_in = step
                     request.num_in_flight += 1
                     request.num_pending += request.runs_ahead
             elif unscheduled > 1:
-                draft.prefilling.append(request)
-        draft.yields = [True] * len(requests)
-        draft.budget -= len(requests)
+                plan.prefilling.append(request)
+        plan.budget = self.limits.max_num_batched_tokens - sum(spans[2::4])  # the lengths
 
-    def _add_verification(self, draft: _Draft, request: Request, start: int) -> bool:
+    def _add_verification(self, plan: PlanBuilder, request: Request, start: int) -> bool:
         """A span of the request's next token and drafts behind it; False if none are worth it or have room."""
-        spare = draft.budget - len(self.running)  # every running request must get its token
-        most = min(request.num_drafts, request.max_len - len(request.token_ids) - 1, spare)
+        most = min(request.num_drafts, request.max_len - len(request.token_ids) - 1, plan.spare)
         depth = self.drafting.depth(request, most, len(self.running)) if most > 0 else 0
         request.num_drafts = 0
         if not depth:
             return False
         if start + 1 + depth > request.num_slots:
-            news = self.kv.allocate(request, start + 1 + depth, draft.copies)
+            news = self.kv.allocate(request, start + 1 + depth, plan.copies)
             if news is None:  # nobody is preempted for a guess
                 return False
-            draft.new_blocks += news
-        draft.spans.extend((request.row, start, 1 + depth, depth))
-        draft.requests.append((request, request.epoch))
-        draft.budget -= depth
-        request.scheduled_in = self._next_step
-        request.num_in_flight += 1 + depth
+            plan.new_blocks += news
+        plan.spare -= depth
+        plan.add(request, 1 + depth, depth, True)
         return True
 
-    def _make_room(self, request: Request, num_tokens: int, draft: _Draft) -> bool:
+    def _make_room(self, request: Request, num_tokens: int, plan: PlanBuilder) -> bool:
         """Blocks for the first `num_tokens` tokens, preempting the youngest others; False if it must wait."""
         while True:
-            news = self.kv.allocate(request, num_tokens, draft.copies)
+            news = self.kv.allocate(request, num_tokens, plan.copies)
             if news is not None:
-                draft.new_blocks.extend(news)
+                plan.new_blocks.extend(news)
                 return True
             pool = self.kv.pool
             if self.kv.shortfall(request, num_tokens) <= pool.num_free + pool.num_waiting:
@@ -267,12 +207,12 @@ class Scheduler:
         members = (request,) if request.beam is None else request.beam.members
         return all(member.scheduled_in != self._next_step for member in members)
 
-    def _admit(self, draft: _Draft) -> None:
+    def _admit(self, plan: PlanBuilder) -> None:
         """Give rows to waiting requests, oldest first, while the step has work for them and memory holds them."""
-        prefilling = [r for r in draft.prefilling if r.row >= 0]
+        prefilling = [r for r in plan.prefilling if r.row >= 0]
         demand = sum(min(r.num_unscheduled, self._share) for r in prefilling)
         promised = sum(self.kv.promised(r) for r in prefilling)
-        while demand < draft.budget and (request := self.waiting.peek()) is not None:
+        while demand < plan.budget and (request := self.waiting.peek()) is not None:
             entering = [request] if request.beam is None else request.beam.members
             if len(self._free_rows) < len(entering):
                 self.trace.refusals.append(f"request {request.id} not admitted: all rows are taken (max_num_seqs)")
@@ -294,11 +234,11 @@ class Scheduler:
                 return
             self.waiting.pop()
             for each, hit in zip(entering, hits, strict=True):
-                self._enter_table(each, hit, draft)
+                self._enter_table(each, hit, plan)
                 demand += min(each.num_unscheduled, self._share)
                 promised += self.kv.promised(each) if each.max_len else 0
-        if draft.admits:
-            draft.prefilling.sort(key=self._age)
+        if plan.admits:
+            plan.prefilling.sort(key=self._age)
 
     def _find_prefix(self, request: Request) -> PrefixHit:
         """What of the request is computed already: known blocks, or those of the leader that has its prompt."""
@@ -308,13 +248,13 @@ class Scheduler:
                 return fork
         return NO_HIT if request.wants_prompt_logprobs or not request.max_len else self.kv.match(request)
 
-    def _enter_table(self, request: Request, hit: PrefixHit, draft: _Draft) -> None:
+    def _enter_table(self, request: Request, hit: PrefixHit, plan: PlanBuilder) -> None:
         request.row = self._free_rows.popleft()
         self._insert_by_age(request)
-        draft.new_blocks += self.kv.adopt(request, hit)
+        plan.new_blocks += self.kv.adopt(request, hit)
         if request.num_unscheduled:
-            draft.prefilling.append(request)
-        draft.admits.append(
+            plan.prefilling.append(request)
+        plan.admits.append(
             Admit(
                 row=request.row,
                 request_id=request.id,
@@ -332,33 +272,24 @@ class Scheduler:
             request.num_cached = hit.num_tokens
             self.trace.prefixes.append(PrefixUse(request.id, len(request.token_ids), hit.num_tokens, hit.miss))
 
-    def _schedule_prefills(self, draft: _Draft) -> None:
-        if len(draft.prefilling) > 1:
-            spared = min(self._share, draft.budget // 2)
-            for request in sorted(draft.prefilling[1:], key=lambda r: r.num_unscheduled):
+    def _schedule_prefills(self, plan: PlanBuilder) -> None:
+        if len(plan.prefilling) > 1:
+            spared = min(self._share, plan.budget // 2)
+            for request in sorted(plan.prefilling[1:], key=lambda r: r.num_unscheduled):
                 if spared > 0 and request.row >= 0:
-                    spared -= self._schedule_chunk(draft, request, spared)
-        for request in draft.prefilling:
-            if draft.budget > 0 and request.row >= 0 and request.scheduled_in != self._next_step:
-                self._schedule_chunk(draft, request, draft.budget)
+                    spared -= self._schedule_chunk(plan, request, spared)
+        for request in plan.prefilling:
+            if plan.budget > 0 and request.row >= 0 and request.scheduled_in != self._next_step:
+                self._schedule_chunk(plan, request, plan.budget)
 
-    def _schedule_chunk(self, draft: _Draft, request: Request, most: int) -> int:
+    def _schedule_chunk(self, plan: PlanBuilder, request: Request, most: int) -> int:
         """Up to `most` tokens of a prompt; returns how many."""
         unscheduled = request.num_unscheduled
         length = min(unscheduled, most)
-        if self._make_room(request, request.num_computed + request.num_in_flight + length, draft):
-            self._add_span(draft, request, length, length == unscheduled)
+        if self._make_room(request, request.num_computed + request.num_in_flight + length, plan):
+            plan.add(request, length, 0, length == unscheduled)
             return length
         return 0
-
-    def _add_span(self, draft: _Draft, request: Request, length: int, yields: bool) -> None:
-        draft.spans.extend((request.row, request.num_computed + request.num_in_flight, length, 0))
-        draft.yields.append(yields)
-        draft.requests.append((request, request.epoch))
-        request.scheduled_in = self._next_step
-        draft.budget -= length
-        request.num_in_flight += length
-        request.num_pending += yields and request.runs_ahead
 
     # -- taking a result
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from headrace.core.scheduler import PrefixUse
+from headrace.core.plan_builder import PrefixUse
 from headrace.ledger.bill import ITEMS, Bill, merge
 from headrace.ledger.explain import count_text, group_texts, line_text, seconds_text
 from headrace.ledger.machine import MachineFacts

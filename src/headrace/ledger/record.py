@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from headrace.core.plan import StageTimes, StepPlan
+from headrace.core.plan_builder import PrefixUse
 from headrace.core.prefix import Miss
-from headrace.core.scheduler import PrefixUse
 from headrace.ledger.machine import MachineFacts
 from headrace.ledger.work import StepWork
 
