@@ -53,8 +53,10 @@ class BlockPool:
                 self._on_reuse(block)
         return ids
 
-    def is_held(self, block: int) -> bool:
-        return self._references[block] > 0
+    def count_unheld(self, ids: Iterable[int]) -> int:
+        """Blocks of `ids` that nobody holds."""
+        references = self._references
+        return sum(not references[block] for block in ids)
 
     def is_shared(self, block: int) -> bool:
         """More than one holder: whoever writes must copy first."""

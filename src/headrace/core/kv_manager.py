@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from headrace.core.block_pool import BlockPool
 from headrace.core.kv_layout import KVLayout
 from headrace.core.plan import NewBlocks
-from headrace.core.prefix import Miss, PrefixIndex, extend_keys, namespace_key
+from headrace.core.prefix import Miss, PrefixIndex, block_key, extend_keys, namespace_key
 from headrace.core.request import Request
 
 GONE = -1  # in a window group's table: a block given back
@@ -119,11 +119,13 @@ class KVCacheManager:
             self._leave_windows(request, tables, after_step)
 
     def _enter(self, request: Request, tables: list[list[int]], first: int, full: int) -> None:
-        keys = extend_keys(request, full, self._size)
-        data, width = request.token_bytes(first * self._size, full * self._size), self._size * 4
+        keys, width = extend_keys(request, first, self._size), self._size * 4  # a fork's first keys may be missing
+        data = request.token_bytes(first * self._size, full * self._size)
         parent = keys[first - 1] if first else namespace_key(request.cache_salt, request.adapter)
         for index in range(first, full):
             tokens = data[(index - first) * width : (index - first + 1) * width]
+            if index == len(keys):
+                keys.append(block_key(parent, tokens))
             for group, table in enumerate(tables):
                 if table[index] != GONE:
                     self.index.enter(table[index], group, keys[index], parent, tokens)
@@ -163,7 +165,7 @@ class KVCacheManager:
             first = 0 if window is None else max(0, count * self._size - window + 1) // self._size
             blocks = [found[index][group] for index in range(first, count)]
             num_blocks += len(blocks)
-            num_free += sum(not self.pool.is_held(block) for block in blocks)
+            num_free += self.pool.count_unheld(blocks)
             tables.append([GONE] * first + blocks)
         miss = None
         if count < most:
@@ -174,11 +176,11 @@ class KVCacheManager:
 
     def _known_run(self, keys: list[bytes]) -> list[dict[int, int]]:
         """Known blocks of each key by group, up to the first that a full group lacks."""
-        full = [group for group, window in enumerate(self._windows) if window is None]
+        full = {group for group, window in enumerate(self._windows) if window is None}
         found = []
         for key in keys:
             blocks = self.index.blocks(key)
-            if any(group not in blocks for group in full):
+            if not full <= blocks.keys():
                 break
             found.append(blocks)
         return found

@@ -38,7 +38,7 @@ class Miss:
     reason: str
 
 
-@dataclass
+@dataclass(slots=True)
 class _Entry:
     blocks: dict[int, int]  # group -> block
     parent: bytes
@@ -71,11 +71,13 @@ class PrefixIndex:
         """Make a computed block known; if another block already holds the same, that one stays."""
         entry = self._entries.get(key)
         if entry is None:
-            entry = self._entries[key] = _Entry({}, parent, tokens)
+            self._entries[key] = _Entry({group: block}, parent, tokens)
             self._children.setdefault(parent, set()).add(key)
-            self._evicted.pop(key, None)
-        if entry.blocks.setdefault(group, block) == block:
-            self._key_of[block] = (key, group)
+            if self._evicted:
+                self._evicted.pop(key, None)
+        elif entry.blocks.setdefault(group, block) != block:
+            return
+        self._key_of[block] = (key, group)
 
     def forget(self, block: int) -> None:
         """A block is about to hold something else."""

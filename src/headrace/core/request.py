@@ -59,6 +59,7 @@ class Request:
     prompt_len: int = field(init=False)
     max_len: int = field(init=False)  # tokens at which it ends
     row: int = field(default=-1, init=False)  # -1: not in the table
+    admitted: bool = field(default=False, init=False)  # a step has been told of it, ever
     epoch: int = field(default=0, init=False)  # counts admissions, so that results of an earlier stay are dropped
     num_computed: int = field(default=0, init=False)
     num_in_flight: int = field(default=0, init=False)

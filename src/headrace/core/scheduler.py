@@ -129,10 +129,15 @@ class Scheduler:
         self.trace.num_running, self.trace.num_waiting = len(self.running), len(self.waiting)
         if not plan.requests:
             for admit in plan.admits:
-                self._preempt(self._requests[admit.request_id])
+                request = self._requests[admit.request_id]
+                if request.row >= 0:  # a beam goes whole with its first member
+                    self._preempt(request, taken_back=True)
             return StepPlan(self._next_step)
         # one that was admitted and then preempted for an older one is not told
         plan.admits = [admit for admit in plan.admits if self._requests[admit.request_id].row == admit.row]
+        for admit in plan.admits:
+            self._requests[admit.request_id].admitted = True
+        self.trace.prefixes = [use for use in self.trace.prefixes if self._requests[use.request_id].admitted]
         self._in_flight[self._next_step] = plan.requests
         self._next_step += 1
         built = plan.build(self._forks, self._fork_blocks, self._released)
@@ -268,7 +273,7 @@ class Scheduler:
                 bad_words=request.bad_words,
             )
         )
-        if not request.epoch:  # what is computed again after a preemption is no hit
+        if not request.admitted and request.leader is None:  # neither a preempted one's return nor a fork is a hit
             request.num_cached = hit.num_tokens
             self.trace.prefixes.append(PrefixUse(request.id, len(request.token_ids), hit.num_tokens, hit.miss))
 
@@ -391,11 +396,12 @@ class Scheduler:
         self._released.append(request.row)
         request.leave_table()
 
-    def _preempt(self, request: Request) -> None:
-        """Back to the queue, at its age; it counts as a preemption if anything computed is lost. A beam goes whole."""
+    def _preempt(self, request: Request, taken_back: bool = False) -> None:
+        """Back to the queue, at its age. A beam goes whole. It counts as a preemption if anything computed is lost,
+        unless an admission is taken back in the step that made it."""
         members = [request] if request.beam is None else request.beam.members
         for member in members:
-            if member.num_computed or member.num_in_flight:
+            if not taken_back and (member.num_computed or member.num_in_flight):
                 member.num_preemptions += 1
                 self.trace.preempted.append(member.id)
             self._leave(member)
