@@ -46,7 +46,6 @@ from headrace.frontend.ipc import (
 logger = logging.getLogger("headrace.server")
 STDERR_LINES = 200  # kept, for the cause of a death
 BATCH = 64  # messages read before the event loop gets a turn
-STOP_SECONDS = 5.0  # that a process has to end when asked to
 _EXIT_GRACE = 0.2  # seconds in which the last message of a dying process may still come
 
 
@@ -209,15 +208,15 @@ class EngineClient:
             self._folder.close()
         self._inbox = self._outbox = self._process = self._folder = None
 
-    async def close(self) -> None:
-        """End the process, by force if it does not hear; requests that still run are forgotten."""
+    async def close(self, seconds: float) -> None:
+        """End the process, by force if it has not ended by itself within so long; requests that run are forgotten."""
         self._stopping = True
         process = self._process
         if process is not None:
             if self._outbox is not None:
                 self._outbox.send(Stop())
             try:
-                await asyncio.to_thread(process.wait, STOP_SECONDS)
+                await asyncio.to_thread(process.wait, seconds)
             except subprocess.TimeoutExpired:
                 process.kill()
                 await asyncio.to_thread(process.wait)

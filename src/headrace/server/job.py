@@ -205,7 +205,7 @@ class Job:
         if self._timer is not None:
             self._timer.cancel()
         if self._streams or error is not None:
-            self._client.abort(list(self._last.keys() | self._streams.keys()))
+            self._client.abort(list(self._streams))
             self._streams.clear()
         self._metrics.end_to_end.observe(time.monotonic() - self._arrived)
         self._wake.set()

@@ -28,6 +28,7 @@ logger = logging.getLogger("headrace.server")
 MOST_RESTARTS, RESTART_WINDOW = 5, 300.0  # more deaths within so many seconds are no accident
 FLUSH_SECONDS = 1.0  # for errors to reach the clients before the process ends
 BACKLOG = 2048
+CLOSE_SECONDS = 5.0  # for the engine to end, when nothing runs in it
 KEEP_ALIVE = 75  # seconds
 EXIT_ENGINE_DIED = 1
 EXIT_BAD_INPUT = 2
@@ -73,6 +74,7 @@ class _Runner:
         self._status = 0
         self._deaths: deque[float] = deque(maxlen=MOST_RESTARTS + 1)
         self._signals = 0
+        self._gently = True  # nothing was cut short
         self._tasks: set[asyncio.Task[None]] = set()
         config = uvicorn.Config(
             App(service),
@@ -100,7 +102,7 @@ class _Runner:
         finally:
             for task in self._tasks:
                 task.cancel()
-            await self._service.close()
+            await self._service.close(CLOSE_SECONDS if self._gently else CLOSE_SECONDS / 5)
         return self._status
 
     def _begin(self, work: object) -> None:
@@ -128,6 +130,7 @@ class _Runner:
             self._begin(self._drain())
         else:
             logger.info("stopping at once")
+            self._gently = False
             self._service.cut("the server was stopped")
             self._stop()
 
@@ -135,7 +138,7 @@ class _Runner:
         seconds = self._service.args.drain_timeout
         if self._service.num_jobs:
             logger.info("draining: %d requests have up to %g s to finish", self._service.num_jobs, seconds)
-        await self._service.drain(seconds)
+        self._gently = await self._service.drain(seconds)
         self._stop()
 
     def _stop(self) -> None:

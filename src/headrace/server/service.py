@@ -196,6 +196,7 @@ class Service:
     def num_jobs(self) -> int:
         return len(self._jobs)
 
-    async def close(self) -> None:
-        await self.client.close()
+    async def close(self, seconds: float) -> None:
+        """Let go of everything; the engine gets so long to end by itself."""
+        await self.client.close(seconds)
         self.model.close()
