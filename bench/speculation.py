@@ -1,0 +1,97 @@
+"""Speculation by look-up against plain decoding, on the default model, in turns in one run.
+
+    .venv/bin/python bench/speculation.py [--json bench/results/cpu/speculation.json]
+
+Greedy, one request at a time, prompt already in the prefix cache, so that decoding is what is timed. The tokens of all
+sides are compared: a difference ends the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+from headrace import LLM, SamplingParams
+from headrace.bench.measure import median
+from headrace.bench.results import Row, write_results
+
+CODE = '''def add(a, b):
+    return a + b
+
+def subtract(a, b):
+    return a - b
+
+def multiply(a, b):
+    return a * b
+
+def divide(a, b):
+    if b == 0:
+        raise ZeroDivisionError("division by zero")
+    return a / b
+'''
+RECORDS = '[{"name": "Ada", "year": 1815}, {"name": "Alan", "year": 1912}, {"name": "Grace", "year": 1906}]'
+WORK = {
+    "code-edit": [
+        f"Rename the function add to plus in this code and print the whole file:\n```python\n{CODE}```",
+        f"Copy the following code exactly, without changes:\n```python\n{CODE}```",
+    ],
+    "json-extract": [f"Print these records again, one a line:\n{RECORDS}", f"List every name in {RECORDS}"],
+    "chat": [
+        "Tell me about the history of the Roman empire and its emperors.",
+        "What should I cook for dinner tonight?",
+        "Explain to a child why it rains.",
+    ],
+}
+TARGETS = {"code-edit": 1.8, "json-extract": 1.8, "chat": 0.98}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=160)
+
+
+def run(llm: LLM, prompt: list[int]) -> tuple[float, list[int]]:
+    """Seconds and tokens of one answer whose prompt is known."""
+    llm.generate([prompt], GREEDY.with_(max_tokens=1))
+    started = time.perf_counter()
+    (output,) = llm.generate([prompt], GREEDY)
+    return time.perf_counter() - started, output.outputs[0].token_ids
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", default="bench/results/cpu/speculation.json")
+    parser.add_argument("--runs", type=int, default=5)
+    arguments = parser.parse_args()
+    plain, drafting = LLM(), LLM(speculate="ngram")
+    rows = []
+    for name, texts in WORK.items():
+        prompts = [plain.render([{"role": "user", "content": text}]) for text in texts]
+        ours: list[float] = []
+        theirs: list[float] = []
+        for turn in range(arguments.runs + 1):
+            rates = []
+            for llm in (plain, drafting):
+                results = [run(llm, prompt) for prompt in prompts]
+                rates.append(sum(len(tokens) for _, tokens in results) / sum(seconds for seconds, _ in results))
+                if llm is plain:
+                    expected = [tokens for _, tokens in results]
+                elif [tokens for _, tokens in results] != expected:
+                    raise SystemExit(f"{name}: speculation changed the text")
+            if turn:  # the first is a warm-up
+                theirs.append(rates[0])
+                ours.append(rates[1])
+        rows.append(
+            Row(
+                f"smollm2-135m q4_1 {plain.engine.config.mode} speculate ngram {name} batch 1",
+                "tok/s",
+                "higher",
+                median(ours),
+                median(theirs),
+                "headrace without speculation",
+                runs=arguments.runs,
+                target=TARGETS[name],
+            )
+        )
+        print(rows[-1].line())
+    write_results(arguments.json, "speculation", rows)
+
+
+if __name__ == "__main__":
+    main()
