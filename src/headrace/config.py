@@ -27,7 +27,11 @@ class EngineArgs:
     """Options of an engine; None lets the engine choose (and say why)."""
 
     model: str | None = option(None, "model name, GGUF file, folder or hub id; none: smollm2-135m")
-    mode: Literal["auto", "exact"] = option("auto", "arithmetic: exact (fp32); auto: exact until faster kernels come")
+    mode: Literal["auto", "default", "exact"] = option(
+        "auto",
+        "arithmetic of quantised weights: exact (fp32), default (inputs as 16-bit integers where the kernels have them) "
+        "or auto (default)",
+    )
     max_model_len: int | None = option(None, "longest prompt and output together, in tokens")
     max_num_seqs: int | None = option(None, "most requests running at once")
     max_num_batched_tokens: int | None = option(None, "most tokens in one step; longer prompts are cut into chunks")
@@ -66,7 +70,7 @@ class EngineArgs:
         if self.num_draft_tokens is not None and self.speculate == "off":
             raise ConfigError("num_draft_tokens needs a way to draft; give speculate=ngram too")
         for name, allowed in (
-            ("mode", ("auto", "exact")),
+            ("mode", ("auto", "default", "exact")),
             ("scheduling", ("fcfs", "priority")),
             ("speculate", ("off", "ngram")),
         ):

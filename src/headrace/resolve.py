@@ -66,8 +66,9 @@ def resolve(args: EngineArgs, spec: ModelSpec, facts: CpuFacts) -> tuple[EngineC
         choices.append(Choice(name, str(value), reason if said is None else "as asked"))
         return value
 
-    mode = "exact"
-    choices.append(Choice("mode", mode, "as asked" if args.mode == "exact" else "fp32 is the only arithmetic so far"))
+    mode = "default" if args.mode == "auto" else args.mode
+    reason = "inputs of quantised weights as 16-bit integers: faster at every batch size, 1e-4 from fp32"
+    choices.append(Choice("mode", mode, reason if args.mode == "auto" else "as asked"))
     if args.max_model_len is not None and args.max_model_len > spec.max_position:
         raise ConfigError(
             f"max_model_len {args.max_model_len} is beyond the {spec.max_position} positions the model was made for"

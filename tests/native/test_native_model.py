@@ -93,6 +93,12 @@ def test_logits_of_every_format(path: str, tmp_path: Path, case: str, tied: bool
     pieces = stepper.chunks(1, ids, [40, 1, 3, 20])
     np.testing.assert_array_equal(pieces, whole)
 
+    stepper.model = build_model(checkpoint.spec, WeightSource(checkpoint), Packed(int16=True))
+    rounded = stepper.step({2: ids})[2]
+    np.testing.assert_allclose(rounded, expected, rtol=0, atol=2e-3 * np.abs(expected).max())
+    stepper.lengths[0] = 0
+    np.testing.assert_array_equal(stepper.chunks(0, ids, [50, 1, 3, 20]), rounded)
+
 
 def test_damaged_scales_name_file_and_tensor(path: str, tmp_path: Path) -> None:
     file = write_model(tmp_path / "m.gguf", {"": "Q4_1"})
@@ -172,3 +178,9 @@ def test_default_model(path: str, default_model_path: Path) -> None:
     np.testing.assert_allclose(whole, expected, rtol=0, atol=1e-4 * np.abs(expected).max())
     library().set_num_threads(2)
     np.testing.assert_array_equal(stepper.chunks(1, ids, [100, 7, 30]), whole)
+
+    stepper.model = build_model(checkpoint.spec, WeightSource(checkpoint), Packed(int16=True))
+    stepper.lengths = [0, 0]
+    rounded = stepper.step({0: ids})[0]
+    np.testing.assert_allclose(rounded, expected, rtol=0, atol=1e-3 * np.abs(expected).max())
+    np.testing.assert_array_equal(stepper.chunks(1, ids, [100, 7, 30]), rounded)

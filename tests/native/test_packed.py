@@ -12,13 +12,14 @@ from headrace.ops.native.packed import Arena, PackedMatrix, StoredTensor, pack, 
 from native.blocks import FORMATS, dequantized, random_rows
 
 ARENA = Arena()
+QUANTISED = [format for format in FORMATS if format.startswith("Q")]
 
 
-def matrix(format: str, n: int, k: int, seed: int = 0) -> tuple[PackedMatrix, np.ndarray]:
+def matrix(format: str, n: int, k: int, seed: int = 0, int16: bool = False) -> tuple[PackedMatrix, np.ndarray]:
     """A packed matrix and its numbers, in an order that is not the file's."""
     rng = np.random.default_rng(seed)
     rows, order = random_rows(rng, format, n, k), rng.permutation(n)
-    return pack([StoredTensor(format, rows, order)], k, ARENA), dequantized(format, rows)[order]
+    return pack([StoredTensor(format, rows, order)], k, ARENA, int16), dequantized(format, rows)[order]
 
 
 def tokens(count: int, k: int, seed: int = 1) -> np.ndarray:
@@ -57,6 +58,46 @@ def test_product_and_its_bits_in_any_company(path: str, format: str) -> None:
             first = (7 * count) % (46 - count)
             part = packed_linear(x[first : first + count], packed, bias)
             np.testing.assert_array_equal(part, whole[first : first + count])
+
+
+@pytest.mark.parametrize("format", QUANTISED)
+@pytest.mark.parametrize("k", [32, 288, 768, 1280])
+def test_sixteen_bit_product_and_its_bits_in_any_company(path: str, format: str, k: int) -> None:
+    if k % 256 and format.endswith("_K"):
+        pytest.skip("rows of whole super-blocks only")
+    n = 77
+    packed, exact = matrix(format, n, k, int16=True)
+    x, bias = tokens(60, k), tokens(1, n)[0]
+    x[:, ::7] *= 30  # outliers
+    x[5] *= 1e20
+    x[6] *= 1e-20
+    x[7] = 0
+    x[8, : k // 2] = 0
+    whole = packed_linear(x, packed, bias)
+    # a scale for 256 k: every input is off by at most half of 1 / 32767 of the largest of them
+    padded = np.abs(np.pad(x, ((0, 0), (0, -k % 256)))).reshape(60, -1, 256)
+    off = np.repeat(padded.max(-1, keepdims=True) / 32767 * 0.51, 256, -1).reshape(60, -1)[:, :k].astype(np.float64)
+    error = np.abs(whole - (x.astype(np.float64) @ exact.T.astype(np.float64) + bias))
+    assert (error <= off @ np.abs(exact).T.astype(np.float64) + 40 * bound(x, exact) + 1e-6 * np.abs(bias)).all()
+    if library().has_int16():
+        assert not np.array_equal(whole, packed_linear(x, matrix(format, n, k)[0], bias))
+    for threads in (1, 3):
+        library().set_num_threads(threads)
+        for count in (1, 2, 3, 4, 5, 6, 7, 8, 12, 13, 24, 25, 26, 41, 60):
+            first = (7 * count) % (61 - count)
+            np.testing.assert_array_equal(packed_linear(x[first : first + count], packed, bias),
+                                          whole[first : first + count])  # fmt: skip
+
+
+def test_sixteen_bit_products_of_damaged_tokens(path: str) -> None:
+    packed, _ = matrix("Q4_K", 40, 512, int16=True)
+    x = tokens(30, 512)
+    whole = packed_linear(x, packed)
+    x[3, 300], x[11, 0], x[12, 511] = np.nan, np.inf, -np.inf
+    found = packed_linear(x, packed)
+    kept = [t for t in range(30) if t not in (3, 11, 12)]
+    np.testing.assert_array_equal(found[kept], whole[kept])
+    assert not np.isfinite(found[[3, 11, 12]]).any()
 
 
 @pytest.mark.parametrize("format", ["F32", "F16", "BF16"])

@@ -14,8 +14,9 @@ from headrace.quant.unquantized import Unquantized
 _told = False
 
 
-def bind_cpu(num_threads: int) -> QuantScheme:
-    """Bind the ops for this process and return the scheme that stores weights for them.
+def bind_cpu(num_threads: int, int16: bool = False) -> QuantScheme:
+    """Bind the ops for this process and return the scheme that stores weights for them. With `int16`, quantised weights
+    are multiplied with 16-bit integers where the code path has such products.
 
     Without the native library the engine runs on numpy, and that is said once, with the remedy.
     """
@@ -23,7 +24,7 @@ def bind_cpu(num_threads: int) -> QuantScheme:
     if available():
         library().set_num_threads(num_threads)
         bind_native()
-        return Packed()
+        return Packed(int16)
     bind_references()
     if not _told and os.environ.get("HEADRACE_NATIVE", "1") != "0":
         _told = True

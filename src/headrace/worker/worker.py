@@ -29,7 +29,8 @@ class Worker:
         layout: KVLayout,
         attention_backend: str | None = None,
     ):
-        self.model = build_model(spec, WeightSource(checkpoint), bind_cpu(config.num_threads))
+        scheme = bind_cpu(config.num_threads, int16=config.mode == "default")
+        self.model = build_model(spec, WeightSource(checkpoint), scheme)
         backend, self.attention_refusals = select_backend(
             "cpu", "float32", self.model.attention_layers, layout.block_size, attention_backend
         )

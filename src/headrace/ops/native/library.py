@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-ABI = 1
+ABI = 2
 # HEADRACE_NATIVE_LIBRARY names another build of it, such as one with sanitizers
 LIBRARY = Path(os.environ.get("HEADRACE_NATIVE_LIBRARY") or Path(__file__).with_name("libheadrace.so"))
 PATHS = ("avx512", "avx2", "portable")  # best first
@@ -29,7 +29,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "panel_bytes": (ctypes.c_size_t, [_INT, _INT]),
     "pack": (_INT, [_INT, _POINTER, ctypes.c_size_t, _POINTER, _INT, _INT, _POINTER]),
     "unpack_rows": (None, [_INT, _POINTER, _INT, _POINTER, _INT, _POINTER, _SIZE]),
-    "linear": (None, [_POINTER, _INT, _INT, _POINTER, _SIZE, _INT, _POINTER, _POINTER, _SIZE]),
+    "linear": (None, [_POINTER, _INT, _INT, _POINTER, _SIZE, _INT, _POINTER, _POINTER, _SIZE, _INT]),
+    "has_int16": (_INT, []),
     "rms_norm": (
         None,
         [_POINTER, _SIZE, _SIZE, _INT, _INT, _POINTER, _POINTER, _SIZE, _SIZE, _INT, _FLOAT],

@@ -75,9 +75,14 @@ class Segment:
 
 
 class PackedMatrix:
-    """A matrix [N, K] in segments of outputs."""
+    """A matrix [N, K] in segments of outputs.
 
-    def __init__(self, segments: Sequence[Segment], in_size: int):
+    With `int16`, products with its quantised segments are made in 16-bit integers (csrc/linear16.h) where the code path
+    has them, else in float32.
+    """
+
+    def __init__(self, segments: Sequence[Segment], in_size: int, int16: bool = False):
+        self.int16 = int16
         self.segments = tuple(segments)
         self.shape = (sum(segment.outputs for segment in segments), in_size)
         structs = [
@@ -119,7 +124,7 @@ class PackedMatrix:
         return self.rows(np.arange(self.shape[0], dtype=np.int32))
 
 
-def pack(parts: Sequence[StoredTensor], in_size: int, arena: Arena) -> PackedMatrix:
+def pack(parts: Sequence[StoredTensor], in_size: int, arena: Arena, int16: bool = False) -> PackedMatrix:
     """One matrix of `parts`, one below the other. Neighbours of one format become one segment.
 
     Raises ValueError if a scale or a plain value is not finite.
@@ -132,7 +137,7 @@ def pack(parts: Sequence[StoredTensor], in_size: int, arena: Arena) -> PackedMat
             merged = []
         if part is not None:
             merged.append(part)
-    return PackedMatrix(segments, in_size)
+    return PackedMatrix(segments, in_size, int16)
 
 
 def _pack_segment(parts: list[StoredTensor], in_size: int, arena: Arena) -> Segment:
@@ -204,5 +209,6 @@ def _native_linear(
         None if bias is None else address(bias),
         address(out),
         out.strides[0] >> 2,
+        weight.int16,
     )
     return out

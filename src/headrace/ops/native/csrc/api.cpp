@@ -52,10 +52,30 @@ bool has_avx2() {
 bool has_avx512() {
 #if defined(__x86_64__)
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+         __builtin_cpu_supports("avx512vnni");
 #else
   return false;
 #endif
+}
+
+// The calling thread's memory for a product's inputs as integers; kept, because the next product needs it again.
+Tokens16 quantized_tokens(const float* x, ptrdiff_t x_stride, int tokens, int k) {
+  thread_local std::vector<float> memory;
+  const size_t blocks = static_cast<size_t>(k) / kBlock, scales = (static_cast<size_t>(k) + 255) / 256;
+  const size_t count = static_cast<size_t>(tokens);
+  const size_t needed = count * (static_cast<size_t>(k) / 2 + blocks + scales);
+  if (memory.size() < needed) memory.resize(needed);
+  Tokens16 out;
+  out.q = reinterpret_cast<int16_t*>(memory.data());
+  out.sums = memory.data() + count * static_cast<size_t>(k) / 2;
+  out.scales = out.sums + count * blocks;
+  ranges(tokens, static_cast<int64_t>(tokens) * k, [&](int64_t first, int64_t last) {
+    for (int64_t t = first; t < last; ++t)
+      kernels->quantize16(x + t * x_stride, k, out.q + t * k, out.sums + t * static_cast<int64_t>(blocks),
+                          out.scales + t * static_cast<int64_t>(scales));
+  });
+  return out;
 }
 
 void write_token(const float* k, const float* v, int slot, const AttentionJob& job, float* keys, float* values) {
@@ -75,7 +95,7 @@ void write_token(const float* k, const float* v, int slot, const AttentionJob& j
 
 using namespace headrace;
 
-EXPORT int headrace_abi() { return 1; }
+EXPORT int headrace_abi() { return 2; }
 
 // Chooses the code path `forced`, or the best one where it is empty. Returns its name, null if it cannot run here.
 EXPORT const char* headrace_select_path(const char* forced) {
@@ -113,18 +133,29 @@ EXPORT void headrace_unpack_rows(int format, const uint8_t* matrix, int k, const
   });
 }
 
-// out [tokens, sum of outputs] = x [tokens, k] times the segments, one beside the other, + bias (null: none).
+// Whether the chosen path has 16-bit products.
+EXPORT int headrace_has_int16() { return kernels->linear16_panel != nullptr; }
+
+// out [tokens, sum of outputs] = x [tokens, k] times the segments, one beside the other, + bias (null: none). With
+// `int16`, quantised segments are multiplied in 16-bit integers (linear16.h), plain ones in float32 all the same.
 EXPORT void headrace_linear(const void* segments_at, int num_segments, int k, const float* x, ptrdiff_t x_stride,
-                            int tokens, const float* bias, float* out, ptrdiff_t out_stride) {
+                            int tokens, const float* bias, float* out, ptrdiff_t out_stride, int int16) {
   const Segment* segments = static_cast<const Segment*>(segments_at);
   int64_t total = 0;
-  for (int s = 0; s < num_segments; ++s) total += panels_of(segments[s]);
+  bool any_quantised = false;
+  for (int s = 0; s < num_segments; ++s) {
+    total += panels_of(segments[s]);
+    any_quantised |= kFormats[segments[s].format].block > 1;
+  }
+  int16 = int16 && any_quantised && kernels->linear16_panel;
+  const Tokens16 x16 = int16 ? quantized_tokens(x, x_stride, tokens, k) : Tokens16{};
   ranges(total, total * kPanel * k * tokens / 8, [&](int64_t first, int64_t last) {
     PanelJob job;
     job.k = k;
     job.tokens = tokens;
     job.x = x;
     job.x_stride = x_stride;
+    job.x16 = x16;
     job.out_stride = out_stride;
     job.scratch = thread_scratch(kernels->linear_scratch());
     int64_t start = 0;
@@ -133,6 +164,7 @@ EXPORT void headrace_linear(const void* segments_at, int num_segments, int k, co
       const Segment& segment = segments[s];
       const int64_t panels = panels_of(segment);
       const size_t bytes = panel_bytes(segment.format, k);
+      const auto panel = int16 && kFormats[segment.format].block > 1 ? kernels->linear16_panel : kernels->linear_panel;
       job.format = segment.format;
       for (int64_t p = first > start ? first - start : 0; p < panels && start + p < last; ++p) {
         const int output = static_cast<int>(p) * kPanel;
@@ -140,7 +172,7 @@ EXPORT void headrace_linear(const void* segments_at, int num_segments, int k, co
         job.valid = segment.outputs - output < kPanel ? segment.outputs - output : kPanel;
         job.out = out + column + output;
         job.bias = bias ? bias + column + output : nullptr;
-        kernels->linear_panel(job);
+        panel(job);
       }
       start += panels;
       column += segment.outputs;

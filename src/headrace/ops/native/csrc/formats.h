@@ -10,6 +10,10 @@ constexpr int P = kPanel / W;  // vectors in a panel
 INLINE int group_of(int p) { return p * W / 16; }    // group of 16 outputs that vector p of a panel lies in
 INLINE int within(int p) { return p * W % 16 * 4; }  // bytes from the start of the group's words
 
+// Bit of k (0 .. 31) in a word of fifth bits; of k (0 .. 15) in a word of pairs of high bits. See kernels.h.
+INLINE int bit_of(int k) { return upper_of(k) * 16 + pair_of(k); }
+INLINE int two_bits_of(int k) { return upper_of(k) * 16 + 2 * pair_of(k); }
+
 // Shift that brings nibble k (0 .. 7) of a word down; see kernels.h for the order.
 INLINE int nibble_shift(int k) { return 4 * (2 * (k & 3) + (k >> 2)); }
 
@@ -47,7 +51,7 @@ struct Nibbles {
     for (int p = 0; p < P; ++p) w[p] = words(at + (group_of(p) * 4 + z) * 64 + within(p));
   }
   INLINE f get(int z, int j, int p) const {
-    const f q = kHigh ? nibble_bit(w[p], nibble_shift(j), high[p], z * 8 + j) : nibble(w[p], nibble_shift(j));
+    const f q = kHigh ? nibble_bit(w[p], nibble_shift(j), high[p], bit_of(z * 8 + j)) : nibble(w[p], nibble_shift(j));
     return fma(q, d[p], m[p]);
   }
 };
@@ -78,7 +82,7 @@ struct NibblesK {
     for (int p = 0; p < P; ++p) w[p] = words(at + (group_of(p) * 4 + z) * 64 + within(p));
   }
   INLINE f get(int z, int j, int p) const {
-    const f q = kHigh ? nibble_bit(w[p], nibble_shift(j), high[p], z * 8 + j) : nibble(w[p], nibble_shift(j));
+    const f q = kHigh ? nibble_bit(w[p], nibble_shift(j), high[p], bit_of(z * 8 + j)) : nibble(w[p], nibble_shift(j));
     return fma(q, d[p], m[p]);
   }
 };
@@ -107,7 +111,7 @@ struct SixBits {
     for (int p = 0; p < P; ++p) w[p] = words(at + (group_of(p) * 4 + z) * 64 + within(p));
   }
   INLINE f get(int z, int j, int p) const {
-    const f q = nibble_pair(w[p], nibble_shift(j), high[p], 2 * (z % 2 * 8 + j));
+    const f q = nibble_pair(w[p], nibble_shift(j), high[p], two_bits_of(z % 2 * 8 + j));
     return mul(sub(q, set1(32.0f)), d[p]);
   }
 };

@@ -6,9 +6,11 @@
 // of 32 k, each (sizes in bytes, every part a multiple of a cache line):
 //
 //   nibbles 512   group g (16 outputs) of 2, word z of 4, output n of 16: a uint32 at ((g * 4 + z) * 16 + n) * 4 whose
-//                 nibbles 0, 2, 4, 6 are k = 8z .. 8z+3 and 1, 3, 5, 7 are k = 8z+4 .. 8z+7 (two masks make bytes of it)
+//                 nibbles 0, 2, 4, 6 are k = 8z .. 8z+3 and 1, 3, 5, 7 are k = 8z+4 .. 8z+7. Two masks make bytes of
+//                 it; shifted by 4j and masked it is four pairs of 16-bit numbers, k = 8z + (0,2), (4,6), (1,3), (5,7)
 //   bytes 1024    (Q8_0) group g, word z of 8, output n: four bytes, k = 4z .. 4z+3, stored as q + 128
-//   high 128      (Q5_*) a uint32 per output, bit k;  high 256 (Q6_K) two uint32 per output, two bits per k
+//   high 128      (Q5_*) a uint32 per output; pair j of word z has its bits at 4z + j and 16 + 4z + j
+//   high 256      (Q6_K) a uint32 per output for words 0 and 1, one for 2 and 3; two bits each at 8(z % 2) + 2j (+ 16)
 //   scales        fp16 d [32], then fp16 m [32] where the format has one: w = q * d + m
 //   K formats     a header every 8 blocks (fp16 D [32], fp16 DM [32]) and byte scales in each block
 //
@@ -48,6 +50,13 @@ inline size_t panel_bytes(int format, int k) {
   return blocks * info.block_bytes + (blocks + kSuper - 1) / kSuper * info.header_bytes;
 }
 
+// Tokens as 16-bit integers: x = q * scale, one scale for 256 k. The k of a block are in the order of its pairs.
+struct Tokens16 {
+  int16_t* q;    // [tokens][k]
+  float* sums;   // [tokens][k / 32]: sum of a block's q, exact
+  float* scales; // [tokens][blocks of 256]
+};
+
 // One panel times `tokens` rows of x. `out` points at the panel's first output; `valid` of its 32 outputs exist.
 struct PanelJob {
   const uint8_t* weights;
@@ -57,14 +66,13 @@ struct PanelJob {
   float* out;
   ptrdiff_t out_stride;
   const float* bias;  // of the panel's outputs, or null
-  float* scratch;     // scratch_floats() floats, 64-byte aligned
+  float* scratch;     // linear_scratch() floats, 64-byte aligned
+  Tokens16 x16;       // for linear16_panel, in place of x
 };
 
-// A matrix of vectors that may lie apart: vector (i, j) of count0 x count1 starts at data + i * stride0 + j * stride1.
-struct Vectors {
-  float* data;
-  ptrdiff_t stride0, stride1;
-};
+// Place of k (0 .. 31) among a block's pairs: pair 0 .. 15, and whether it is the upper one of the two.
+constexpr int pair_of(int k) { return k / 8 * 4 + (k & 1) * 2 + (k >> 2 & 1); }
+constexpr int upper_of(int k) { return k >> 1 & 1; }
 
 // Queries [first, first + count) of one span for one key/value head.
 struct AttentionItem {
@@ -90,6 +98,8 @@ struct Kernels {
   const char* name;
   void (*linear_panel)(const PanelJob& job);
   size_t (*linear_scratch)();  // floats
+  void (*linear16_panel)(const PanelJob& job);  // null: this path has no 16-bit products
+  void (*quantize16)(const float* x, int k, int16_t* q, float* sums, float* scales);
   void (*rms_norm)(const float* x, float* residual, const float* weight, float* out, int size, float eps);
   void (*rope)(const float* x, const float* cos, const float* sin, float* out, int half, int dim);
   void (*gated)(int kind, const float* x, float* out, int half);  // kind 0: silu, 1: gelu (tanh form), 2: gelu

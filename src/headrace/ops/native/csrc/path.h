@@ -17,6 +17,9 @@ namespace {
 #include HEADRACE_VECTOR
 #include "formats.h"
 #include "linear.h"
+#ifdef HEADRACE_HAS_DOT16
+#include "linear16.h"
+#endif
 #include "pointwise.h"
 #include "attention.h"
 }  // namespace
@@ -27,6 +30,11 @@ const Kernels* kernels(const char* name) {
   table.name = name;
   table.linear_panel = linear_panel;
   table.linear_scratch = linear_scratch;
+#ifdef HEADRACE_HAS_DOT16
+  kLinear16.fill();
+  table.linear16_panel = linear16_panel;
+  table.quantize16 = quantize16;
+#endif
   table.rms_norm = rms_norm;
   table.rope = rope;
   table.gated = gated;

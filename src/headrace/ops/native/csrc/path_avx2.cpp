@@ -2,6 +2,7 @@
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #define HEADRACE_PATH avx2
 #define HEADRACE_VECTOR "vec_avx2.h"
+#define HEADRACE_HAS_DOT16
 #include "path.h"
 const headrace::Kernels* headrace::avx2_kernels() { return avx2::kernels("avx2"); }
 #else

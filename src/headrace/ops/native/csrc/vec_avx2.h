@@ -78,3 +78,24 @@ INLINE f byte(i w, int index) {
   return _mm256_cvtepi32_ps(_mm256_srai_epi32(up, 24));
 }
 INLINE void prefetch(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
+
+// Sixteen-bit products: words are pairs of int16.
+constexpr int kMaxDirect16 = 2, kMaxTokens16 = 2;
+constexpr int kUnpackFrom16 = 3;  // tokens from which unpacking once for all of them pays
+INLINE i zero_words() { return _mm256_setzero_si256(); }
+INLINE i shift_right(i w, int count) { return _mm256_srli_epi32(w, count); }
+INLINE i shift_left(i w, int count) { return _mm256_slli_epi32(w, count); }
+INLINE i and_word(i w, int mask) { return _mm256_and_si256(w, _mm256_set1_epi32(mask)); }
+INLINE i or_words(i a, i b) { return _mm256_or_si256(a, b); }
+INLINE i sub16(i w, int pair) { return _mm256_sub_epi16(w, _mm256_set1_epi32(pair)); }
+INLINE i low_bytes(i w) { return _mm256_srai_epi16(_mm256_slli_epi16(w, 8), 8); }
+INLINE i high_bytes(i w) { return _mm256_srai_epi16(w, 8); }
+INLINE i pair_everywhere(const int16_t* p) {
+  int32_t pair;
+  __builtin_memcpy(&pair, p, 4);
+  return _mm256_set1_epi32(pair);
+}
+INLINE i dot16(i sum, i a, i b) { return _mm256_add_epi32(sum, _mm256_madd_epi16(a, b)); }
+INLINE f to_floats(i w) { return _mm256_cvtepi32_ps(w); }
+INLINE i round_words(f v) { return _mm256_cvtps_epi32(v); }
+INLINE void store_words(int32_t* p, i w) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), w); }

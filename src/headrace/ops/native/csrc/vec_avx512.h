@@ -60,3 +60,24 @@ INLINE f byte(i w, int index) {
   return _mm512_cvtepi32_ps(_mm512_srai_epi32(up, 24));
 }
 INLINE void prefetch(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
+
+// Sixteen-bit products: words are pairs of int16.
+constexpr int kMaxDirect16 = 6, kMaxTokens16 = 4;
+constexpr int kUnpackFrom16 = 25;  // tokens from which unpacking once for all of them pays
+INLINE i zero_words() { return _mm512_setzero_si512(); }
+INLINE i shift_right(i w, int count) { return _mm512_srli_epi32(w, count); }
+INLINE i shift_left(i w, int count) { return _mm512_slli_epi32(w, count); }
+INLINE i and_word(i w, int mask) { return _mm512_and_si512(w, _mm512_set1_epi32(mask)); }
+INLINE i or_words(i a, i b) { return _mm512_or_si512(a, b); }
+INLINE i sub16(i w, int pair) { return _mm512_sub_epi16(w, _mm512_set1_epi32(pair)); }
+INLINE i low_bytes(i w) { return _mm512_srai_epi16(_mm512_slli_epi16(w, 8), 8); }
+INLINE i high_bytes(i w) { return _mm512_srai_epi16(w, 8); }
+INLINE i pair_everywhere(const int16_t* p) {
+  int32_t pair;
+  __builtin_memcpy(&pair, p, 4);
+  return _mm512_set1_epi32(pair);
+}
+INLINE i dot16(i sum, i a, i b) { return _mm512_dpwssd_epi32(sum, a, b); }
+INLINE f to_floats(i w) { return _mm512_cvtepi32_ps(w); }
+INLINE i round_words(f v) { return _mm512_cvtps_epi32(v); }
+INLINE void store_words(int32_t* p, i w) { _mm512_storeu_si512(p, w); }
