@@ -136,6 +136,7 @@ class EngineLoop:
         self._inbox = inbox
         self._outbox = outbox
         self._stopping = False
+        self._told = Stats()
 
     def run(self) -> None:
         """Until a Stop comes; raises what a step raises."""
@@ -179,7 +180,10 @@ class EngineLoop:
         return b"pong"
 
     def _tell(self, outputs: list[TokenOutput]) -> None:
-        self._outbox.send(News(outputs, self._stats(), self._queued(outputs)))
+        stats = self._stats()
+        if outputs or stats != self._told:
+            self._told = stats
+            self._outbox.send(News(outputs, stats, self._queued(outputs)))
 
     def _queued(self, outputs: Iterable[TokenOutput]) -> dict[str, float]:
         queued = {}

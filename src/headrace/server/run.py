@@ -183,7 +183,8 @@ class _Runner:
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        listener = socket.socket(family, socket.SOCK_STREAM)
+        # asyncio sends small parts at once (TCP_NODELAY) only on sockets that are said to be TCP
+        listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
         listener.listen(BACKLOG)
