@@ -29,7 +29,7 @@ class EngineArgs:
     model: str | None = option(None, "model name, GGUF file, folder or hub id; none: smollm2-135m")
     mode: Literal["auto", "default", "exact"] = option(
         "auto",
-        "arithmetic of quantised weights: exact (fp32), default (inputs as 16-bit integers where the kernels have them) "
+        "arithmetic of quantised weights: exact (fp32), default (inputs as 16-bit integers where there are kernels) "
         "or auto (default)",
     )
     max_model_len: int | None = option(None, "longest prompt and output together, in tokens")
