@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
@@ -115,6 +116,8 @@ class _Runner:
         name = f"[{host}]" if ":" in host else host
         logger.info("listening at http://%s:%d; the model is being loaded", name, port)
         await self._service.ready.wait()
+        gc.collect()
+        gc.freeze()  # tokenizer and templates stay: collections need not look at them again
         info = self._service.info
         logger.info(
             "ready after %.1f s: model %s, %d tokens at most, %d choices at once, %d blocks of %d tokens",
