@@ -81,6 +81,9 @@ class InstantEngine:
         self.core: Any = InstantCore()
         self.ledger = NullLedger()
 
+    def prepare(self, add: Add) -> None:
+        return None
+
     def requests(self, add: Add) -> list[Request]:
         return [Request(add.id, add.token_ids, add.params, max_new_tokens=add.params.max_tokens or 16)]
 

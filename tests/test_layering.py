@@ -36,7 +36,7 @@ LAYERS = {
     "resolve": {"config", "core", "device", "models.spec"},
     "frontend": {
         "autopilot", "config", "core", "device", "executor", "ledger", "loading", "models.spec", "resolve",
-        "sampling.params", "worker",
+        "sampling.grammar", "sampling.params", "worker",
     },
     "server": {"config", "core", "frontend", "loading", "models.spec", "sampling.params"},
     "bench": {"frontend", "sampling.params", "device", "ledger", "loading"},

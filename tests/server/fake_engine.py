@@ -66,6 +66,9 @@ class FakeEngine:
         self.ledger = NullLedger()
         self.rows = rows
 
+    def prepare(self, add: Add) -> None:
+        return None
+
     def requests(self, add: Add) -> list[Request]:
         count, name = add.params.num_choices, add.id
         most = add.params.max_tokens or MAX_LEN

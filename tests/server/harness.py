@@ -78,8 +78,9 @@ class Server:
     port: int = 0
 
     def __enter__(self) -> Server:
+        path = os.pathsep.join(map(str, (TESTS.parent / "src", TESTS, TESTS / "server")))
         env = {
-            **os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS / "server")]), "HEADRACE_NATIVE": "0",
+            **os.environ, "PYTHONPATH": path, "HEADRACE_NATIVE": "0",
             "HEADRACE_CHECK": "1", **self.env,
         }  # fmt: skip
         self.process = subprocess.Popen(self.command, stderr=subprocess.PIPE, env=env, text=True)

@@ -77,7 +77,8 @@ class Scheduler:
         if request.beam is not None:
             self._add_beam(request.beam)
         self._requests[request.id] = request
-        request.runs_ahead = request.beam is None and not self.drafting.speculates
+        plain = request.beam is None and request.params.grammar is None
+        request.runs_ahead = plain and not self.drafting.speculates
         leader = request.leader
         if leader is not None and leader.id in self._requests and leader.num_output == 0:
             self._followers.setdefault(leader.id, []).append(request)

@@ -31,6 +31,7 @@ from headrace.ledger.work import WorkModel
 from headrace.loading.checkpoint import open_checkpoint
 from headrace.loading.store import resolve_model
 from headrace.resolve import Choice, resolve
+from headrace.sampling.grammar import GrammarCompiler
 from headrace.sampling.params import SamplingParams
 from headrace.worker.worker import Worker
 
@@ -44,7 +45,9 @@ class Engine:
         self.tokenizer = self.checkpoint.tokenizer()
         self.chat_template = ChatTemplate.of(self.tokenizer)
         self.config, layout, self.choices = resolve(args, self.spec, cpu_facts())
-        self._worker = Worker(self.spec, self.checkpoint, self.config, layout, args.attention_backend)
+        self.grammars = GrammarCompiler(self.tokenizer.to_json, self.spec.vocab_size, self.spec.eos_token_ids)
+        self._input = InputProcessor(self.tokenizer, self.spec, self.config.max_model_len, self.grammars)
+        self._worker = Worker(self.spec, self.checkpoint, self.config, layout, args.attention_backend, self.grammars)
         self._executor = InProcessExecutor(self._worker)
         self.choices.append(
             Choice(
@@ -79,7 +82,6 @@ class Engine:
         scheduler = Scheduler(limits, kv, self._draft_policy(work))
         observer: StepObserver = self._observer or NullObserver()
         self._core = EngineCore(scheduler, self._executor, self.config.steps_in_flight, observer)
-        self._input = InputProcessor(self.tokenizer, self.spec, self.config.max_model_len)
         self._streams: dict[str, ChoiceStream] = {}  # core request id -> its choice
         self._ids = itertools.count()
 
@@ -99,6 +101,11 @@ class Engine:
         """Token ids of a conversation under the model's chat template (ChatTemplate.render says which keywords)."""
         template.setdefault("add_generation_prompt", not template.get("continue_final_message", False))
         return self.tokenizer.encode(self.chat_template.render(messages, **template), add_special=False)
+
+    @property
+    def input(self) -> InputProcessor:
+        """What checks prompts and makes requests of them."""
+        return self._input
 
     @property
     def core(self) -> EngineCore:

@@ -8,6 +8,7 @@ What it steps is made by a factory, "module:function", so that tests and benchma
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import importlib
@@ -19,6 +20,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
 import msgspec
@@ -48,8 +50,9 @@ from headrace.frontend.ipc import (
 from headrace.ledger.bill import Bill
 from headrace.ledger.book import Ledger
 from headrace.ledger.jsonl import to_line
+from headrace.sampling.grammar import GrammarError
 
-IDLE_WAIT = 1.0  # seconds
+IDLE_WAIT, PREPARE_WAIT = 1.0, 0.005  # seconds
 LAST_WORDS = 2.0  # seconds that the API process has to read why the engine died
 MAX_RECORDS = 1000  # step records in one answer
 DEFAULT_FACTORY = "headrace.frontend.engine_process:real_engine"
@@ -70,6 +73,10 @@ class ServedEngine(Protocol):
     core: EngineCore
     ledger: Ledger
 
+    def prepare(self, add: Add) -> Future[None] | None:
+        """What must be done before `requests` is quick, done in another thread; None if there is nothing."""
+        ...
+
     def requests(self, add: Add) -> list[Request]:
         """Those to be given to the core; RequestError if the prompt cannot be served."""
         ...
@@ -86,17 +93,27 @@ class RealEngine:
 
     def __init__(self, args: EngineArgs):
         from headrace.frontend.engine import Engine
-        from headrace.frontend.input import InputProcessor
 
         started = time.perf_counter()
         self._engine = engine = Engine(args)
-        self._input = InputProcessor(engine.tokenizer, engine.spec, engine.config.max_model_len)
+        self._compilers = ThreadPoolExecutor(1, thread_name_prefix="headrace-grammar")
         self.core = engine.core
         self.ledger = engine.ledger
         self._load_seconds = time.perf_counter() - started
 
+    def prepare(self, add: Add) -> Future[None] | None:
+        grammar = add.params.grammar
+        if grammar is None or self._engine.grammars.knows(grammar):
+            return None
+
+        def compile() -> None:
+            with contextlib.suppress(GrammarError):  # it is met again, and told, in `requests`
+                self._engine.grammars.matcher(grammar)
+
+        return self._compilers.submit(compile)
+
     def requests(self, add: Add) -> list[Request]:
-        prepared = self._input.prepare(
+        prepared = self._engine.input.prepare(
             add.id, add.token_ids, add.params, priority=add.priority, cache_salt=add.cache_salt
         )
         for request in prepared.requests:
@@ -137,22 +154,33 @@ class EngineLoop:
         self._outbox = outbox
         self._stopping = False
         self._told = Stats()
+        self._preparing: dict[str, tuple[Future[None], Add]] = {}  # by the id of the prompt
 
     def run(self) -> None:
         """Until a Stop comes; raises what a step raises."""
         while not self._stopping:
             if not self._core.has_work:
-                self._inbox.wait(IDLE_WAIT)
+                self._inbox.wait(PREPARE_WAIT if self._preparing else IDLE_WAIT)
             for message in self._inbox.take():
                 self._obey(message)
+            for future, add in list(self._preparing.values()):
+                if future.done():
+                    del self._preparing[add.id]
+                    self._add(add)
             if self._core.has_work and not self._stopping:
                 outputs = self._core.step()
                 self._tell(outputs)
 
     def _obey(self, message: ToEngine) -> None:
         if isinstance(message, Add):
-            self._add(message)
+            future = self._engine.prepare(message)
+            if future is None:
+                self._add(message)
+            else:
+                self._preparing[message.id] = future, message
         elif isinstance(message, Abort):
+            for request_id in message.ids:
+                self._preparing.pop(request_id.partition("/")[0], None)
             self._tell(self._core.abort(message.ids, message.reason))
         elif isinstance(message, Ask):
             self._outbox.send(Answer(message.token, self._answer(message)))

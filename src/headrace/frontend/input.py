@@ -10,6 +10,7 @@ from headrace.core.beam import BeamGroup
 from headrace.core.request import Request, RequestError
 from headrace.frontend.tokenizer import Tokenizer
 from headrace.models.spec import ModelSpec
+from headrace.sampling.grammar import GrammarCompiler, GrammarError
 from headrace.sampling.params import BadWords, SamplingParams
 
 Prompt = str | Sequence[int]
@@ -28,10 +29,14 @@ class Prepared:
 class InputProcessor:
     """Checks prompts and makes requests."""
 
-    def __init__(self, tokenizer: Tokenizer, spec: ModelSpec, max_model_len: int):
+    def __init__(
+        self, tokenizer: Tokenizer, spec: ModelSpec, max_model_len: int, grammars: GrammarCompiler | None = None
+    ):
+        """Without `grammars` those of requests are not checked."""
         self._tokenizer = tokenizer
         self._spec = spec
         self._max_model_len = max_model_len
+        self._grammars = grammars
         self._spellings: dict[bytes, list[int]] = {}  # token ids of each spelling; made when first needed
 
     def tokens(self, prompt: Prompt, *, add_special: bool = True) -> list[int]:
@@ -60,6 +65,11 @@ class InputProcessor:
         self._check_ids("stop_token_ids", params.stop_token_ids)
         self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
         self._check_ids("logit_bias", dict(params.logit_bias))
+        if params.grammar is not None and self._grammars is not None:
+            try:
+                self._grammars.matcher(params.grammar)
+            except GrammarError as error:
+                raise RequestError(str(error)) from None
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             stop_ids |= self._spec.eos_token_ids

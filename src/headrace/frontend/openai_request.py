@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.frontend.input import Prompt
+from headrace.frontend.structured import FIELDS as FORM_FIELDS
+from headrace.frontend.structured import FormError, grammar_of
 from headrace.sampling.params import SamplingParams
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -26,13 +28,12 @@ _SAME_NAME = (
     "include_stop_str_in_output", "bad_words", "allowed_token_ids", "beam_width", "length_penalty", "early_stopping",
 )  # fmt: skip
 _CHAT_ONLY = {
-    "messages", "max_completion_tokens", "logprobs", "top_logprobs", "response_format", "tools", "tool_choice",
+    "messages", "max_completion_tokens", "logprobs", "top_logprobs", "tools", "tool_choice",
     "parallel_tool_calls", "functions", "function_call", "modalities", "audio", "prediction", "reasoning_effort",
     "add_generation_prompt", "continue_final_message", "chat_template_kwargs",
 }  # fmt: skip
 _COMPLETION_ONLY = {"prompt", "logprobs", "best_of", "echo", "suffix", "add_special_tokens"}
 _INACTIVE: dict[str, tuple[Any, ...]] = {  # what cannot be honoured, and the values that ask for nothing
-    "response_format": ({"type": "text"},),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),
@@ -71,7 +72,8 @@ class BodyRequest:
 
 def known_fields(url: str) -> set[str]:
     """Fields that a body sent to `url` may have."""
-    return {"model", "stream", *_SAME_NAME, *_HARMLESS, *(_CHAT_ONLY if url == CHAT else _COMPLETION_ONLY)}
+    own = _CHAT_ONLY if url == CHAT else _COMPLETION_ONLY
+    return {"model", "stream", *_SAME_NAME, *_HARMLESS, *FORM_FIELDS, *own}
 
 
 def parse_body(url: str, body: Any, defaults: SamplingParams) -> BodyRequest:
@@ -185,6 +187,10 @@ def _params(given: Mapping[str, Any], chat: bool, defaults: SamplingParams) -> S
     else:
         changes.setdefault("max_tokens", COMPLETION_MAX_TOKENS)
         changes |= {name: given[name] for name in ("logprobs", "best_of") if name in given}
+    try:
+        changes["grammar"] = grammar_of(given)
+    except FormError as error:
+        raise BodyError(str(error), error.param) from None
     try:
         return defaults.with_(**changes)
     except (ValueError, TypeError) as error:

@@ -123,6 +123,10 @@ class Tokenizer:
         """The bytes one token contributes to the text, before any stripping at its start."""
         return self._pieces[id]
 
+    def to_json(self) -> str:
+        """The tokenizer as the `tokenizers` library writes it."""
+        return str(self._backend.to_str())
+
     def token_id(self, token: str) -> int | None:
         """Id of a token by its exact spelling in the vocabulary."""
         return self._backend.token_to_id(token)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal, get_args
 
 from headrace.config import option
 
@@ -17,16 +17,35 @@ MAX_BAD_WORD_LENGTH = 128  # bytes of UTF-8
 MAX_BAD_WORD_BYTES = 8192  # of all together; compiling takes time with each word's length squared
 MAX_LOGPROBS = 20
 MAX_TOKEN_ID = 2**31 - 1
+MAX_GRAMMAR = 1 << 18  # characters
+GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """The form that an answer must have. `text` is a JSON schema, a regular expression, a JSON list of the strings to
+    choose from, or a grammar in llguidance's dialect of Lark; of json_object, nothing."""
+
+    kind: GrammarKind
+    text: str
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(GrammarKind):
+            raise ValueError(f"grammar: kind must be one of {', '.join(get_args(GrammarKind))}, not {self.kind!r}")
+        if not isinstance(self.text, str):
+            raise ValueError(f"grammar: text must be a string, not {_short(self.text)}")
+        if len(self.text) > MAX_GRAMMAR:
+            raise ValueError(f"grammar: text may have {MAX_GRAMMAR} characters, not {len(self.text)}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Defaults are those of plain sampling; `temperature=0` is greedy. Bad values raise ValueError naming the field.
 
-    Order of the stages: bans (min_tokens, allowed_token_ids, bad_words), repetition_penalty, then presence_penalty and
-    frequency_penalty, logit_bias, temperature, top_k, top_p (over what top_k kept), min_p (relative to the best token),
-    then the draw. Nothing brings back a banned token. Penalties come before the bias, so a bias is worth the same
-    whatever was said before; both act on greedy requests too.
+    Order of the stages: bans (min_tokens, allowed_token_ids, bad_words, grammar), repetition_penalty, then
+    presence_penalty and frequency_penalty, logit_bias, temperature, top_k, top_p (over what top_k kept), min_p
+    (relative to the best token), then the draw. Nothing brings back a banned token. Penalties come before the bias, so
+    a bias is worth the same whatever was said before; both act on greedy requests too.
 
     Log-probabilities are the model's own: before any of these stages, greedy or not.
     """
@@ -60,6 +79,7 @@ class SamplingParams:
     # flags: the command line prints text only
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    grammar: Grammar | None = None  # the answer has this form, if it comes to its end. No flag: a schema is no option
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
@@ -100,6 +120,10 @@ class SamplingParams:
             if len(text) > MAX_STOP_LENGTH:
                 raise ValueError(f"stop: a string may have {MAX_STOP_LENGTH} characters, not {len(text)}")
         set_(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            raise ValueError(f"grammar must be a Grammar, not {_short(self.grammar)}")
+        if self.grammar is not None and self.ignore_eos:
+            raise ValueError("ignore_eos and a grammar exclude each other: a text of that form has an end")
         _number("length_penalty", self.length_penalty, -10.0, 10.0)
         if self.beam_width is not None:
             self._check_beam()
@@ -110,7 +134,8 @@ class SamplingParams:
     def _check_beam(self) -> None:
         if self.n > (self.beam_width or 0):
             raise ValueError(f"n ({self.n}) is above beam_width ({self.beam_width}), all that a beam ends with")
-        for name, wanted in (("temperature", 0), ("best_of", None), ("logprobs", None), ("prompt_logprobs", None)):
+        absent = dict.fromkeys(("best_of", "logprobs", "prompt_logprobs", "grammar"))
+        for name, wanted in {"temperature": 0, **absent}.items():
             if getattr(self, name) != wanted:
                 raise ValueError(f"beam search needs {name}={wanted}, not {getattr(self, name)!r}")
 

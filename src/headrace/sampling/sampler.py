@@ -21,7 +21,7 @@ from headrace.sampling.stages import LogitsStage, default_stages
 from headrace.sampling.state import SamplingBatch
 
 DAMAGED = "the model's logits are not finite here; the weights or the KV cache are damaged"
-NONE_ALLOWED = "no token is allowed here: allowed_token_ids, bad_words and min_tokens together leave none"
+NONE_ALLOWED = "no token is allowed here: allowed_token_ids, bad_words, min_tokens and the grammar leave none"
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,8 @@ class Sampled:
 def _masked(batch: SamplingBatch) -> Array:
     """bool [L]: some tokens may be impossible by the request's own wish."""
     table, rows = batch.table, batch.rows
-    return table.limited[rows] | table.censored[rows] | (batch.positions < table.first_free[rows])
+    early = batch.positions < table.first_free[rows]
+    return early | table.limited[rows] | table.censored[rows] | table.constrained[rows]
 
 
 class Sampler:

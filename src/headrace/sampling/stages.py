@@ -7,7 +7,7 @@ bans move with it and keep no state of their own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -177,6 +177,7 @@ def _ban(logits: Array, index: int, ids: Iterable[int]) -> None:
         logits[index, namespace(logits).asarray(np.array(inside, np.int64))] = -np.inf
 
 
-def default_stages() -> list[LogitsStage]:
-    """The stages in their order; `SamplingParams` explains it."""
-    return [MinTokens(), AllowedTokens(), BadWordTokens(), Penalties(), LogitBias(), Temperature(), Truncation()]
+def default_stages(bans: Sequence[LogitsStage] = ()) -> list[LogitsStage]:
+    """The stages in their order, which `SamplingParams` explains, with more bans after those known here."""
+    options: list[LogitsStage] = [Penalties(), LogitBias(), Temperature(), Truncation()]
+    return [MinTokens(), AllowedTokens(), BadWordTokens(), *bans, *options]

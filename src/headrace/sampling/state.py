@@ -8,7 +8,7 @@ import numpy as np
 
 from headrace.core.plan import Admit
 from headrace.ops.xp import Array
-from headrace.sampling.params import BadWords
+from headrace.sampling.params import BadWords, Grammar
 
 _NO_LIMIT = 2**31 - 1
 _COOLEST = 1e-20  # lower temperatures are this one: a difference of 1e-17 logits then already decides
@@ -37,6 +37,9 @@ class SamplingTable:
         self.allowed_ids: list[np.ndarray] = [_NO_IDS] * max_rows  # int64
         self.censored = np.zeros(max_rows, bool)  # by bad_words
         self.bad_words: list[BadWords] = [_NO_WORDS] * max_rows
+        self.constrained = np.zeros(max_rows, bool)  # by a grammar
+        self.grammar: list[Grammar | None] = [None] * max_rows
+        self.admission = np.zeros(max_rows, np.int64)  # counts the requests that the row has had
         self.logprobs = np.full(max_rows, -1, np.int32)  # how many of the best to report beside the chosen; -1: none
         self.prompt_logprobs = np.full(max_rows, -1, np.int32)  # the same of each prompt token
         self.max_drafts = np.zeros(max_rows, np.int32)  # most tokens that may be drafted at a time
@@ -67,6 +70,9 @@ class SamplingTable:
         self.allowed_ids[row] = np.array(params.allowed_token_ids or (), np.int64)
         self.bad_words[row] = admit.bad_words or _NO_WORDS
         self.censored[row] = bool(self.bad_words[row].bans)
+        self.constrained[row] = params.grammar is not None
+        self.grammar[row] = params.grammar
+        self.admission[row] += 1
         limit = _NO_LIMIT if params.draft_tokens is None else params.draft_tokens
         self.max_drafts[row] = 0 if params.beam_width else limit
         # of all that a beam's continuations can end with, enough that `beam_width` are left which do not end

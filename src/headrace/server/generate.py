@@ -17,6 +17,7 @@ from headrace.server.service import Service
 from headrace.server.shapes import Shape
 
 STATUS_WAIT = 1.0  # seconds that a stream's status line waits for its first token, so that early errors have their own
+GRAMMAR_WAIT = 10.0  # the same where a grammar may have to be compiled first
 IGNORED = "x-headrace-ignored"
 
 
@@ -83,7 +84,7 @@ async def _prompts(service: Service, request: ApiRequest, size: int) -> list[Pro
 
 
 async def _stream(exchange: Exchange, job: Job, shape: Shape) -> None:
-    await job.settled(STATUS_WAIT)
+    await job.settled(STATUS_WAIT if job.request.params.grammar is None else GRAMMAR_WAIT)
     await exchange.start_events()
     begun: set[int] = set()
     parts = list(shape.opening())

@@ -10,7 +10,9 @@ from headrace.layers.weights import Checkpoint, WeightSource
 from headrace.models.registry import build_model
 from headrace.models.spec import ModelSpec
 from headrace.quant.cpu import bind_cpu
+from headrace.sampling.grammar import GrammarCompiler, GrammarTokens
 from headrace.sampling.sampler import Sampler
+from headrace.sampling.stages import default_stages
 from headrace.spec.base import NullProposer
 from headrace.spec.ngram import NgramProposer
 from headrace.worker.kv_cache import KVCache
@@ -28,7 +30,9 @@ class Worker:
         config: EngineConfig,
         layout: KVLayout,
         attention_backend: str | None = None,
+        grammars: GrammarCompiler | None = None,
     ):
+        """Without `grammars` no request may have one."""
         scheme = bind_cpu(config.num_threads, int16=config.mode == "default")
         self.model = build_model(spec, WeightSource(checkpoint), scheme)
         backend, self.attention_refusals = select_backend(
@@ -40,7 +44,7 @@ class Worker:
             KVCache(layout),
             RequestTable(config.max_num_seqs, config.max_model_len, len(layout.groups), layout.block_size),
             backend,
-            Sampler(),
+            Sampler(default_stages([GrammarTokens(grammars)] if grammars is not None else [])),
             NgramProposer(config.max_draft_tokens) if config.speculate == "ngram" else NullProposer(),
         )
 
