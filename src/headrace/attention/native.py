@@ -9,7 +9,7 @@ neighbouring positions fill a vector, values [kv heads, block_size, dim].
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,6 +17,7 @@ import numpy as np
 from headrace.attention.base import AttentionCaps, LayerAttention
 from headrace.core.kv_layout import KVGroup
 from headrace.ops.native.library import address, library, unavailable_reason
+from headrace.ops.native.recording import current, empty, unrecordable
 from headrace.ops.xp import Array
 
 if TYPE_CHECKING:
@@ -58,7 +59,30 @@ class NativeMeta:
     block_size: int
     num_tokens: int
     num_spans: int
-    arrays: tuple[np.ndarray, ...]
+    arrays: tuple[np.ndarray, ...]  # query_start, positions, tables
+
+    def fixed(self) -> NativeMeta:
+        """A copy with arrays of its own, wide enough for some more blocks: what a recording points to."""
+        query_start, positions, tables = self.arrays
+        wide = np.zeros((tables.shape[0], tables.shape[1] + 64), np.int32)
+        wide[:, : tables.shape[1]] = tables
+        return self._with((query_start.copy(), positions.copy(), wide), self.slot_mapping.copy())
+
+    def refill(self, other: NativeMeta) -> bool:
+        """Take over the contents of a step of the same shape; False if they do not fit."""
+        tables, found = self.arrays[2], other.arrays[2]
+        if found.shape[1] > tables.shape[1] or (self.num_tokens, self.num_spans) != (other.num_tokens, other.num_spans):
+            return False
+        self.arrays[0][:], self.arrays[1][:] = other.arrays[:2]
+        tables[:, : found.shape[1]] = found
+        self.slot_mapping[:] = other.slot_mapping
+        return True
+
+    def _with(self, arrays: tuple[np.ndarray, ...], slots: np.ndarray) -> NativeMeta:
+        job = _JobStruct.from_buffer_copy(self.job)
+        job.query_start, job.positions, job.tables = map(address, arrays)
+        job.table_stride = arrays[2].strides[0] >> 2
+        return replace(self, job=job, slot_mapping=slots, arrays=arrays)
 
 
 def _int32(array: Array) -> np.ndarray:
@@ -69,6 +93,7 @@ def _rows(array: Array) -> np.ndarray:
     """float32 with contiguous rows; tokens may lie apart."""
     if array.dtype == np.float32 and array.strides[1] == 4:
         return array
+    unrecordable()
     return np.ascontiguousarray(array, np.float32)
 
 
@@ -80,7 +105,7 @@ class NativeAttention:
 
     def __init__(self, block_size: int):
         self.block_size = block_size
-        self._library = library()
+        library()  # raises NativeError where there is none
 
     @staticmethod
     def unavailable() -> str | None:
@@ -121,7 +146,7 @@ class NativeAttention:
         if not (keys.dtype == np.float32 and keys.flags.c_contiguous and values.flags.c_contiguous):
             raise ValueError("pages must be float32 and contiguous")
         q, k, v = _rows(q), _rows(k), _rows(v)
-        out = np.empty(q.shape, np.float32)
+        out = empty(q.shape)
         sinks = None if layer.sinks is None else np.ascontiguousarray(layer.sinks, np.float32)
         job = meta.job
         job.q, job.q_stride = address(q), q.strides[0] >> 2
@@ -130,7 +155,11 @@ class NativeAttention:
         job.heads, job.kv_heads, job.dim = layer.num_heads, layer.num_kv_heads, layer.head_dim
         job.scale, job.soft_cap = layer.scale, layer.soft_cap or 0.0
         job.sinks = None if sinks is None else address(sinks)
-        self._library.attention(
+        if (recording := current()) is not None:
+            # the next layer fills the same structure anew
+            job = _JobStruct.from_buffer_copy(job)
+            recording.keep((job, keys, values, sinks, meta))
+        library().attention(
             ctypes.addressof(job),
             address(k),
             k.strides[0] >> 2,

@@ -50,6 +50,11 @@ def op(reference: Callable[..., Any]) -> Op:
     return Op(reference)
 
 
+def all_ops() -> tuple[Op, ...]:
+    """Every op there is."""
+    return tuple(_OPS.values())
+
+
 def bind(preference: Sequence[str]) -> dict[str, str]:
     """Bind every op to the first kind of `preference` that it has, else to its reference; returns {op: kind}."""
     for each in _OPS.values():

@@ -22,7 +22,7 @@ from headrace.sampling.state import SamplingBatch
 from headrace.spec.base import DraftContext, Proposer
 from headrace.worker.batch import BatchBuilder, StepBatch
 from headrace.worker.kv_cache import KVCache
-from headrace.worker.launcher import EagerLauncher
+from headrace.worker.recorded import RecordedLauncher
 from headrace.worker.table import RequestTable
 
 
@@ -45,7 +45,7 @@ class ModelRunner:
         self._sampler = sampler
         self._proposer = proposer
         self._builder = BatchBuilder(table, cache.layout.block_size)
-        self._launcher = EagerLauncher(self._forward)
+        self._launcher = RecordedLauncher(self._forward)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step to its end."""

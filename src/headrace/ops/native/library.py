@@ -15,7 +15,9 @@ from typing import Any
 
 import numpy as np
 
-ABI = 2
+from headrace.ops.native.recording import current
+
+ABI = 3
 # HEADRACE_NATIVE_LIBRARY names another build of it, such as one with sanitizers
 LIBRARY = Path(os.environ.get("HEADRACE_NATIVE_LIBRARY") or Path(__file__).with_name("libheadrace.so"))
 PATHS = ("avx512", "avx2", "portable")  # best first
@@ -31,6 +33,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "unpack_rows": (None, [_INT, _POINTER, _INT, _POINTER, _INT, _POINTER, _SIZE]),
     "linear": (None, [_POINTER, _INT, _INT, _POINTER, _SIZE, _INT, _POINTER, _POINTER, _SIZE, _INT]),
     "has_int16": (_INT, []),
+    "gather_rows": (None, [_POINTER, _SIZE, _POINTER, _INT, _POINTER, _INT]),
+    "replay": (None, [_POINTER, _INT]),
     "rms_norm": (
         None,
         [_POINTER, _SIZE, _SIZE, _INT, _INT, _POINTER, _POINTER, _SIZE, _SIZE, _INT, _FLOAT],
@@ -108,8 +112,10 @@ def unavailable_reason() -> str | None:
 
 
 def library() -> Library:
-    """The process's library. Raises NativeError where it is not available."""
+    """The process's library, or the recording that is being made of its calls. NativeError where there is none."""
     opened = _opened()
+    if (recording := current()) is not None and isinstance(opened, Library):
+        return Library(opened.path, recording.functions)
     if isinstance(opened, NativeError):
         raise opened
     return opened

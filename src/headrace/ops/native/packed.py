@@ -16,6 +16,7 @@ import numpy as np
 
 from headrace.ops.linear import linear
 from headrace.ops.native.library import address, library
+from headrace.ops.native.recording import empty, keep, unrecordable
 from headrace.ops.registry import op
 from headrace.ops.xp import Array
 
@@ -104,8 +105,11 @@ class PackedMatrix:
 
     def rows(self, ids: np.ndarray) -> np.ndarray:
         """Rows `ids` (int32 [T], each in 0 .. N-1) as float32 [T, K]: the very numbers that products use."""
+        if ids.dtype != np.int32 or not ids.flags.c_contiguous or len(self.segments) > 1:
+            unrecordable()
         ids = np.ascontiguousarray(ids, np.int32)
-        out = np.empty((len(ids), self.shape[1]), np.float32)
+        keep(ids)
+        out = empty((len(ids), self.shape[1]))
         start, unpack = 0, library().unpack_rows
         for segment in self.segments:
             code = FORMATS.index(segment.format)
@@ -194,9 +198,10 @@ def _native_linear(
     if in_size != weight.shape[1]:
         raise ValueError(f"{in_size} inputs for a weight {list(weight.shape)}")
     if x.dtype != np.float32 or x.strides[1] != 4:
+        unrecordable()
         x = np.ascontiguousarray(x, np.float32)
     if out is None:
-        out = np.empty((num_tokens, out_size), np.float32)
+        out = empty((num_tokens, out_size))
     elif out.shape != (num_tokens, out_size) or out.dtype != np.float32 or out.strides[1] != 4:
         raise ValueError(f"out must be float32 {[num_tokens, out_size]} with contiguous rows")
     library().linear(

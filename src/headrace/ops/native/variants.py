@@ -3,6 +3,7 @@ float32 numpy arrays with contiguous last axes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,8 @@ import numpy as np
 from headrace import ops
 from headrace.ops.native import packed  # noqa: F401  (registers packed_linear)
 from headrace.ops.native.library import address, library
-from headrace.ops.registry import bind
+from headrace.ops.native.recording import current, empty, keep, unrecordable
+from headrace.ops.registry import Op, bind
 
 _SILU, _GELU_TANH, _GELU = range(3)
 
@@ -33,12 +35,33 @@ def _plain(*arrays: Any) -> bool:
     )
 
 
+def _reference(op: Op) -> Callable[..., Any]:
+    """For arguments that the kernel does not take."""
+    unrecordable()
+    return op.reference
+
+
+@ops.embedding.variant("native")
+def _embedding(token_ids: np.ndarray, weight: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+    if not _plain(weight) or weight.ndim != 2 or token_ids.dtype != np.int32 or token_ids.ndim != 1 or out is not None:
+        return _reference(ops.embedding)(token_ids, weight, out=out)
+    if token_ids.strides[0] != 4:
+        return _reference(ops.embedding)(token_ids, weight, out=out)
+    tokens, size = len(token_ids), weight.shape[1]
+    out = empty((tokens, size))
+    keep((token_ids, weight))
+    if (recording := current()) is not None:
+        recording.position_limit = min(recording.position_limit, weight.shape[0])
+    library().gather_rows(address(weight), weight.strides[0] >> 2, address(token_ids), tokens, address(out), size)
+    return out
+
+
 @ops.rms_norm.variant("native")
 def _rms_norm(x: np.ndarray, weight: np.ndarray, eps: float, out: np.ndarray | None = None) -> np.ndarray:
     if not _plain(x, weight) or x.ndim > 3 or x.ndim < 2 or (out is not None and not _plain(out)):
-        return ops.rms_norm.reference(x, weight, eps, out=out)
+        return _reference(ops.rms_norm)(x, weight, eps, out=out)
     if out is None:
-        out = np.empty(x.shape, np.float32)
+        out = empty(x.shape)
     apart = x.ndim == 3
     library().rms_norm(
         address(x),
@@ -61,9 +84,9 @@ def _add_rms_norm(
     x: np.ndarray, residual: np.ndarray, weight: np.ndarray, eps: float, out: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     if not _plain(x, residual, weight) or x.ndim != 2 or (out is not None and not _plain(out)):
-        return ops.add_rms_norm.reference(x, residual, weight, eps, out=out)
+        return _reference(ops.add_rms_norm)(x, residual, weight, eps, out=out)
     if out is None:
-        out = np.empty(x.shape, np.float32)
+        out = empty(x.shape)
     library().add_rms_norm(
         address(x),
         x.strides[0] >> 2,
@@ -82,9 +105,9 @@ def _add_rms_norm(
 @ops.rope.variant("native")
 def _rope(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
     if not _plain(x, cos, sin) or cos.strides != sin.strides or (out is not None and not _plain(out)):
-        return ops.rope.reference(x, cos, sin, out=out)
+        return _reference(ops.rope)(x, cos, sin, out=out)
     if out is None:
-        out = np.empty(x.shape, np.float32)
+        out = empty(x.shape)
     library().rope(
         address(x),
         x.strides[0] >> 2,
@@ -103,26 +126,26 @@ def _rope(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, out: np.ndarray | Non
     return out
 
 
-def _gated(kind: int, reference: Any, x: np.ndarray, out: np.ndarray | None) -> np.ndarray:
+def _gated(kind: int, op: Op, x: np.ndarray, out: np.ndarray | None) -> np.ndarray:
     if not _plain(x) or x.ndim != 2 or (out is not None and not _plain(out)):
-        return reference(x, out=out)
+        return _reference(op)(x, out=out)
     tokens, half = x.shape[0], x.shape[1] // 2
     if out is None:
-        out = np.empty((tokens, half), np.float32)
+        out = empty((tokens, half))
     library().gated(kind, address(x), x.strides[0] >> 2, address(out), out.strides[0] >> 2, tokens, half)
     return out
 
 
 @ops.silu_mul.variant("native")
 def _silu_mul(x: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-    return _gated(_SILU, ops.silu_mul.reference, x, out)
+    return _gated(_SILU, ops.silu_mul, x, out)
 
 
 @ops.gelu_tanh_mul.variant("native")
 def _gelu_tanh_mul(x: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-    return _gated(_GELU_TANH, ops.gelu_tanh_mul.reference, x, out)
+    return _gated(_GELU_TANH, ops.gelu_tanh_mul, x, out)
 
 
 @ops.gelu_mul.variant("native")
 def _gelu_mul(x: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-    return _gated(_GELU, ops.gelu_mul.reference, x, out)
+    return _gated(_GELU, ops.gelu_mul, x, out)

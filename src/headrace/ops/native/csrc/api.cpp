@@ -4,10 +4,8 @@
 #include <cstring>
 #include <vector>
 
-#include "kernels.h"
+#include "api.h"
 #include "pool.h"
-
-#define EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace headrace {
 namespace {
@@ -95,7 +93,7 @@ void write_token(const float* k, const float* v, int slot, const AttentionJob& j
 
 using namespace headrace;
 
-EXPORT int headrace_abi() { return 2; }
+EXPORT int headrace_abi() { return 3; }
 
 // Chooses the code path `forced`, or the best one where it is empty. Returns its name, null if it cannot run here.
 EXPORT const char* headrace_select_path(const char* forced) {
@@ -131,6 +129,14 @@ EXPORT void headrace_unpack_rows(int format, const uint8_t* matrix, int k, const
   ranges(count, static_cast<int64_t>(count) * k, [&](int64_t first, int64_t last) {
     for (int64_t t = first; t < last; ++t) unpack_row(format, matrix, k, ids[t], out + t * out_stride);
   });
+}
+
+// out [count, size] = rows `ids` of a float32 table.
+EXPORT void headrace_gather_rows(const float* table, ptrdiff_t table_stride, const int32_t* ids, int count, float* out,
+                                 int size) {
+  for (int t = 0; t < count; ++t)
+    std::memcpy(out + static_cast<ptrdiff_t>(t) * size, table + ids[t] * table_stride,
+                static_cast<size_t>(size) * sizeof(float));
 }
 
 // Whether the chosen path has 16-bit products.

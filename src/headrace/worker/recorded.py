@@ -1,0 +1,80 @@
+"""RecordedLauncher: small steps as one native call each, from the third step of a shape on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from headrace.ops.native.library import library
+from headrace.ops.native.recording import Recording, record
+from headrace.ops.xp import Array
+from headrace.worker.batch import StepBatch
+from headrace.worker.launcher import EagerLauncher, Forward
+
+MAX_TOKENS = 64  # larger steps have so much arithmetic that calls from Python cost them nothing
+MAX_PROGRAMS = 16  # shapes kept; the one that was not used for longest goes
+EAGER_STEPS = 2  # of a shape, before it is worth recording
+
+
+@dataclass(frozen=True)
+class Program:
+    """A recorded step: where its inputs go, and where its hidden states come out."""
+
+    recording: Recording
+    token_ids: np.ndarray
+    positions: np.ndarray
+    metas: list[Any]
+    hidden: Array
+
+    def run(self, batch: StepBatch, metas: Any) -> Array | None:
+        """Hidden states of another step of the same shape; None if it does not fit."""
+        if int(batch.positions.max()) >= self.recording.position_limit:
+            return None
+        if not all(own.refill(meta) for own, meta in zip(self.metas, metas, strict=True)):
+            return None
+        self.token_ids[:], self.positions[:] = batch.token_ids, batch.positions
+        self.recording.replay()
+        return self.hidden
+
+
+class RecordedLauncher:
+    """Calls the model, and replays what it did where a step of the same shape comes again."""
+
+    def __init__(self, forward: Forward):
+        self._forward = forward
+        self._eager = EagerLauncher(forward)
+        self.pick = self._eager.pick
+        self._programs: dict[tuple[int, int], Program] = {}
+        self._seen: dict[tuple[int, int], int] = {}
+        self._refused = False  # the model does something that cannot be recorded
+
+    def run(self, batch: StepBatch, metas: Any) -> Array:
+        """See Launcher."""
+        recordable = not self._refused and 0 < batch.num_tokens <= MAX_TOKENS
+        if not recordable or not all(hasattr(meta, "refill") for meta in metas):
+            return self._eager.run(batch, metas)
+        key = (batch.num_tokens, batch.num_spans)
+        if (program := self._programs.pop(key, None)) is not None:
+            hidden = program.run(batch, metas)
+            if hidden is not None:
+                self._programs[key] = program  # last used: at the end
+                return hidden
+        self._seen[key] = self._seen.get(key, 0) + 1
+        if self._seen[key] <= EAGER_STEPS:
+            return self._eager.run(batch, metas)
+        return self._record(key, batch, metas)
+
+    def _record(self, key: tuple[int, int], batch: StepBatch, metas: Any) -> Array:
+        token_ids, positions = np.array(batch.token_ids, np.int32), np.array(batch.positions, np.int32)
+        fixed = [meta.fixed() for meta in metas]
+        own = replace(batch, token_ids=token_ids, positions=positions)
+        hidden, recording = record(library().functions, lambda: self._forward(own, fixed))
+        if recording is None:
+            self._refused = True
+            return hidden
+        self._programs[key] = Program(recording, token_ids, positions, fixed, hidden)
+        while len(self._programs) > MAX_PROGRAMS:
+            del self._programs[next(iter(self._programs))]
+        return hidden
