@@ -15,6 +15,7 @@ from headrace.server.job import Job, PromptTokens
 from headrace.server.protocol import ApiRequest, parse_request
 from headrace.server.service import Service
 from headrace.server.shapes import Shape
+from headrace.server.tool_calls import with_argument_objects
 
 STATUS_WAIT = 1.0  # seconds that a stream's status line waits for its first token, so that early errors have their own
 GRAMMAR_WAIT = 10.0  # the same where a grammar may have to be compiled first
@@ -64,7 +65,7 @@ def new_id(url: str) -> str:
 
 
 def _check(service: Service, url: str, value: Mapping[str, Any], exchange: Exchange) -> tuple[ApiRequest, str]:
-    request = parse_request(url, value, service.model.defaults)
+    request = parse_request(url, value, service.model.defaults, service.model.template.source)
     if request.ignored:
         names = ", ".join(name[:64] for name in request.ignored[:16])
         exchange.extra_headers[IGNORED] = "".join(c if " " <= c <= "~" else "?" for c in names)
@@ -74,7 +75,11 @@ def _check(service: Service, url: str, value: Mapping[str, Any], exchange: Excha
 async def _prompts(service: Service, request: ApiRequest, size: int) -> list[PromptTokens]:
     body = request.body
     if body.messages is not None:
-        prompts = [await service.model.render(body.messages, body.template, size)]
+        template = dict(body.template)
+        if request.tools is not None:
+            template["tools"] = request.tools.definitions
+        messages = with_argument_objects(body.messages)
+        prompts = [await service.model.render(messages, template, size)]
     else:
         prompts = await service.model.tokens(body.prompts, body.add_special)
     engineless = request.no_output and request.params.logprobs is None

@@ -7,16 +7,20 @@ a field that is known and wrong is refused by name.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from headrace.frontend.openai_request import CHAT, BodyError, BodyRequest, known_fields, parse_body
 from headrace.sampling.params import SamplingParams
-from headrace.server.errors import ApiError, bad_request
+from headrace.server.errors import bad_request
+from headrace.server.tool_calls import Tools, parse_tools
 
 MAX_PROMPTS = 2048
 MAX_SALT = 256  # characters
-_SERVER_FIELDS = {"stream_options", "priority", "cache_salt", "timeout", "return_tokens_as_token_ids", "echo"}
+_TOOL_FIELDS = {"tools", "tool_choice", "parallel_tool_calls"}
+_SERVER_FIELDS = {
+    "stream_options", "priority", "cache_salt", "timeout", "return_tokens_as_token_ids", "echo", *_TOOL_FIELDS,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,7 @@ class ApiRequest:
     cache_salt: str | None
     timeout: float | None  # seconds
     as_token_ids: bool  # in logprobs, tokens are named "token_id:N"
+    tools: Tools | None = None  # that may be called
 
     @property
     def chat(self) -> bool:
@@ -42,10 +47,13 @@ class ApiRequest:
         return self.body.params
 
 
-def parse_request(url: str, value: Mapping[str, Any], defaults: SamplingParams) -> ApiRequest:
-    """Check a body sent to `url`; ApiError 400 names the field at fault."""
+def parse_request(
+    url: str, value: Mapping[str, Any], defaults: SamplingParams, template_source: str | None = None
+) -> ApiRequest:
+    """Check a body sent to `url`; ApiError 400 names the field at fault. The source of the chat template says whether
+    tools can be called."""
     chat = url == CHAT
-    known = known_fields(url) | _SERVER_FIELDS - ({"echo"} if chat else set())
+    known = known_fields(url) | _SERVER_FIELDS - ({"echo"} if chat else _TOOL_FIELDS)
     ignored = tuple(str(name) for name in value if name not in known)
     rest = {name: each for name, each in value.items() if name in known and name not in _SERVER_FIELDS}
     given = {name: each for name, each in value.items() if name in _SERVER_FIELDS and each is not None}
@@ -64,6 +72,14 @@ def parse_request(url: str, value: Mapping[str, Any], defaults: SamplingParams) 
     params = body.params
     if echo and params.logprobs is not None:
         body = _with_params(body, params.with_(prompt_logprobs=params.logprobs))
+    tools = parse_tools(given, template_source) if chat else None
+    grammar = tools.grammar() if tools is not None else None
+    if grammar is not None:
+        if params.grammar is not None:
+            raise bad_request(
+                "tool_choice that forces a call and a form of the answer exclude each other", "tool_choice"
+            )
+        body = _with_params(body, params.with_(grammar=grammar))
     if len(body.prompts) > MAX_PROMPTS:
         raise bad_request(f"prompt holds {len(body.prompts)} prompts; at most {MAX_PROMPTS} are taken", "prompt")
     include_usage = _stream_options(given, body.stream)
@@ -77,11 +93,12 @@ def parse_request(url: str, value: Mapping[str, Any], defaults: SamplingParams) 
         cache_salt=_salt(given),
         timeout=_timeout(given),
         as_token_ids=_flag(given, "return_tokens_as_token_ids"),
+        tools=tools,
     )
 
 
 def _with_params(body: BodyRequest, params: SamplingParams) -> BodyRequest:
-    return BodyRequest(**{**{name: getattr(body, name) for name in body.__dataclass_fields__}, "params": params})
+    return replace(body, params=params)
 
 
 def _flag(given: Mapping[str, Any], name: str) -> bool:
@@ -131,6 +148,3 @@ def _timeout(given: Mapping[str, Any]) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 86400 * 365:
         raise bad_request("timeout must be a number of seconds above 0", "timeout")
     return float(value)
-
-
-__all__ = ["ApiError", "ApiRequest", "parse_request"]

@@ -15,6 +15,7 @@ from headrace.frontend.tokenizer import IncrementalDetokenizer, Tokenizer
 from headrace.server.http import encode_json
 from headrace.server.job import Delta, Job
 from headrace.server.protocol import ApiRequest
+from headrace.server.tool_calls import Pieces, ToolParser, joined_calls
 
 
 def usage(job: Job) -> dict[str, Any]:
@@ -110,6 +111,7 @@ class Shape:
         self._prefix = b"data: " + head[:-1] + b',"choices":[{"index":'
         self._usage = b',"usage":null' if job.request.include_usage else b""
         self._logprobs: dict[int, ChatLogprobs | TextLogprobs] = {}  # of each choice
+        self._parsers: dict[int, ToolParser] = {}  # of each choice, where tools may be called
 
     def _head(self) -> dict[str, Any]:
         return {"id": self._job.id, "object": self._kind, "created": self._created, "model": self._model}
@@ -145,7 +147,12 @@ class Shape:
     ) -> dict[str, Any]:
         if self._request.chat:
             logprobs = None if entries is None else self._writer(index).take(tokens, entries)
-            message = {"role": "assistant", "content": text, "refusal": None}
+            message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+            if self._request.tools is not None:
+                pieces = self._split(index, text, ended=True)
+                if pieces.calls:
+                    message |= {"content": pieces.content or None, "tool_calls": joined_calls(pieces.calls)}
+                    reason = _reason(reason)
             return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
         if self._request.echo:
             text = self.prompt_text(number) + text
@@ -164,6 +171,16 @@ class Shape:
         if prompt.text is not None:
             return prompt.text
         return self._tokenizer.decode(prompt.token_ids, self._request.params.skip_special_tokens)
+
+    def _split(self, index: int, text: str, *, ended: bool) -> Pieces:
+        """What a choice's next text is: content and calls."""
+        assert self._request.tools is not None
+        parser = self._parsers.setdefault(index, ToolParser(self._request.tools.parallel))
+        pieces = parser.feed(text)
+        if ended:
+            rest = parser.finish()
+            pieces = Pieces(pieces.content + rest.content, pieces.calls + rest.calls)
+        return pieces
 
     # -- a stream
 
@@ -190,12 +207,23 @@ class Shape:
             text = self.prompt_text(number) + text
             entries = [*(output.prompt_logprobs or [None]), *entries]
             tokens = [*output.prompt_token_ids, *tokens]
-        if not (text or entries or reason):
+        content = b""
+        if self._request.tools is not None:
+            pieces = self._split(delta.index, text, ended=reason is not None)
+            text = pieces.content
+            if pieces.calls:
+                told = {**({"content": text} if text else {}), "tool_calls": pieces.calls}
+                content = b'"delta":' + encode_json(told)
+            if self._parsers[delta.index].num_calls:
+                reason = _reason(reason)
+        if not (text or content or entries or reason):
             return b""
         logprobs = b"null"
         if entries is not None and tokens:
             logprobs = encode_json(self._writer(delta.index).take(tokens, entries))
-        if not self._request.chat:
+        if content:
+            pass
+        elif not self._request.chat:
             content = b'"text":' + encode_json(text)
         elif text:
             content = b'"delta":{"content":' + encode_json(text) + b"}"
@@ -219,3 +247,8 @@ class Shape:
         if not self._request.include_usage:
             return b""
         return b"data: " + encode_json({**self._head(), "choices": [], "usage": usage(self._job)}) + b"\n\n"
+
+
+def _reason(reason: str | None) -> str | None:
+    """Why a choice with calls ended."""
+    return "tool_calls" if reason == "stop" else reason
