@@ -139,7 +139,7 @@ def test_a_torn_line_is_taken_off_and_the_rest_kept(llm, tmp_path):
     source, target = write(tmp_path / "in.jsonl", *(chat(f"c{n}") for n in range(8))), tmp_path / "out.jsonl"
     run(llm, source, target)
     whole = target.read_bytes().splitlines(keepends=True)
-    for torn in (b"", whole[3][:40], whole[3][:-1], b"\x00" * 30, b'{"id": 3}\n'):
+    for torn in (b"", whole[3][:5], whole[3][:40], whole[3][:-1], b"\x00" * 30):
         target.write_bytes(b"".join(whole[:3]) + torn)
         summary = run(llm, source, target)
         assert (summary.num_skipped, summary.num_done) == (3, 5)
@@ -182,13 +182,21 @@ def test_what_makes_no_sense_is_refused_up_front(llm, tmp_path):
     write(source, chat("a"))
     with pytest.raises(BatchError, match="is the input"):
         run(llm, source, source)
-    write(target, '{"custom_id": "z", "response": null, "error": null}')
+    write(target, '{"id": "batch_req_z", "custom_id": "z", "response": null, "error": null}')
     with pytest.raises(BatchError, match="another batch"):
         run(llm, source, target)
     write(target, "something", "else")
     with pytest.raises(BatchError, match="line 1: not a line of results"):
         run(llm, source, target)
     assert target.read_text() == "something\nelse\n"
+    for other in ("a note", "a note\n", '{"id": 3}\n', '{"custom_id": "a", "response": null, "error": null}\n'):
+        target.write_text(other)  # one line that is not ours, torn or not, stays as it is
+        with pytest.raises(BatchError, match="line 1: not a line of results"):
+            run(llm, source, target)
+        assert target.read_text() == other
+    for no_file in (Path(os.devnull), tmp_path):
+        with pytest.raises(BatchError, match="not a regular file"):
+            run(llm, source, no_file)
     with pytest.raises(OSError):
         run(llm, tmp_path / "none.jsonl", target)
     with pytest.raises(BatchError, match="at least one"):
@@ -214,9 +222,24 @@ def test_the_command(folder, tmp_path, capsys):
     assert main(["explain", str(ledger)]) == 0 and "1 ended" in capsys.readouterr().out
     assert main(["batch", str(source), "-o", str(target), "-m", folder, "--quiet"]) == 0
     assert capsys.readouterr().err == "" and len(results(target)) == 2
+    assert main(["batch", str(source), "-o", os.devnull, "-m", "/nowhere"]) == 2
+    assert "not a regular file" in capsys.readouterr().err
     write(source, chat("a"), chat("a"))
     assert main(["batch", str(source), "-o", str(target), "-m", "/nowhere"]) == 2
     assert "lines 1 and 2" in capsys.readouterr().err
+
+
+def test_an_interruption_before_the_first_answer_tells_the_true_numbers(folder, tmp_path, capsys, monkeypatch):
+    from headrace.frontend import batch
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(batch._Runner, "run", interrupted)
+    source = write(tmp_path / "in.jsonl", chat("a"), chat("b"))
+    assert main(["batch", str(source), "-o", str(tmp_path / "out.jsonl"), "-m", folder]) == EXIT_INTERRUPTED
+    err = capsys.readouterr().err
+    assert "0 of 2 lines answered" in err and "2 lines are left" in err
 
 
 def _command(folder: str, source: Path, target: Path) -> subprocess.Popen[bytes]:

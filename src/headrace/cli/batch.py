@@ -29,12 +29,13 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
 
 
 def batch(arguments: argparse.Namespace) -> int:
-    from headrace.frontend.batch import BatchSummary, run_batch_file, scan_batch
+    from headrace.frontend.batch import BatchSummary, check_target, run_batch_file, scan_batch
     from headrace.frontend.llm import LLM
     from headrace.frontend.progress import progress_bar
 
-    scan_batch(arguments.input)  # what is wrong with the file is said before the model is loaded
-    latest = BatchSummary()
+    # what is wrong with the files is said before the model is loaded
+    latest = BatchSummary(num_lines=len(scan_batch(arguments.input)))
+    check_target(arguments.input, arguments.output)
     with LLM.from_args(engine_args(arguments)) as llm, progress_bar("lines", show=not arguments.quiet) as bar:
         stream_ledger(arguments, llm.engine.ledger)
         rows = llm.engine.config.max_num_seqs

@@ -7,6 +7,7 @@ A body that cannot be served is answered with status 400; a line that is no requ
 
 The file of results is only ever appended to, one whole line in one write, so a process that dies leaves at most one
 torn line, the last. A new run takes that off, skips what has been answered and goes on: no line is repeated or lost.
+Nothing is taken off a file that is not one of ours.
 What is in it is answered for good, errors too. It is locked while it is written.
 """
 
@@ -29,6 +30,7 @@ from headrace.frontend.output import RequestOutput
 from headrace.sampling.params import SamplingParams
 
 SYNC_EVERY = 5.0  # seconds between calls of fsync
+_BEGINS = b'{"id": "batch_req_'  # every line of results does
 _FIELDS = ("custom_id", "method", "url", "body")
 Key = str | int  # what tells lines apart: the custom_id, or the line's number where it has none
 
@@ -97,13 +99,13 @@ def run_batch_file(
     progress: Callable[[BatchSummary], None] = lambda summary: None,
 ) -> BatchSummary:
     """Answer every line of `source` that `target` does not answer yet, with at most `max_in_flight` lines submitted at
-    a time. Raises BatchError when the files make no sense (duplicate ids, results of another batch), OSError when they
-    cannot be used. An exception on the way, Ctrl-C too, leaves a `target` that a new run goes on from."""
+    a time. `progress` is told before the first line and after each. Raises BatchError when the files make no sense
+    (duplicate ids, results of another batch), OSError when they cannot be used. An exception on the way, Ctrl-C too,
+    leaves a `target` that a new run goes on from."""
     source, target = Path(source), Path(target)
     if max_in_flight < 1:
         raise BatchError(f"at least one request must be in flight, not {max_in_flight}")
-    if target.exists() and source.samefile(target):
-        raise BatchError(f"{target} is the input; name another file for the results")
+    check_target(source, target)
     keys = scan_batch(source)
     with _Results(target) as results:
         done = results.restore()
@@ -111,8 +113,20 @@ def run_batch_file(
         if strangers:
             raise BatchError(f"{target} is of another batch: it answers {min(map(str, strangers))!r}, not in {source}")
         summary = BatchSummary(num_lines=len(keys), num_skipped=len(done))
+        progress(summary)
         _Runner(engine, results, defaults, summary, progress).run(_lines(source), done, max_in_flight)
     return summary
+
+
+def check_target(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
+    """BatchError where `target` is the input itself, or no file that lines can be kept in."""
+    target = Path(target)
+    if not target.exists():
+        return
+    if not target.is_file():
+        raise BatchError(f"{target} is not a regular file, so no run could go on from it; name another file")
+    if Path(source).samefile(target):
+        raise BatchError(f"{target} is the input; name another file for the results")
 
 
 class _Runner:
@@ -251,7 +265,8 @@ class _Results:
         self._file.close()
 
     def restore(self) -> set[Key]:
-        """Keys of the lines answered already; a torn last line is taken off. BatchError where the file is none of
+        """Keys of the lines answered already; a last line that begins like ours (or is zeros, as a crash of the
+        system leaves them) and is not whole is taken off. BatchError where the file is none of
         ours."""
         done: set[Key] = set()
         self._file.seek(0)
@@ -260,7 +275,8 @@ class _Results:
             for number, line in enumerate(file, 1):
                 key = _answered(line)
                 if key is None:
-                    if file.readline():
+                    torn = line.startswith(_BEGINS) or _BEGINS.startswith(line) or not line.strip(b"\0")
+                    if not torn or file.readline():
                         raise BatchError(f"{self._path}, line {number}: not a line of results; name another file")
                     break
                 done.add(key)
@@ -280,7 +296,7 @@ class _Results:
 
 def _answered(line: bytes) -> Key | None:
     """What a line of results answers; None if it is torn or no such line."""
-    if not line.endswith(b"\n"):
+    if not line.startswith(_BEGINS) or not line.endswith(b"\n"):
         return None
     try:
         value = json.loads(line)
