@@ -76,7 +76,6 @@ class Scheduler:
         request.max_len = min(request.max_len, limit)
         if request.beam is not None:
             self._add_beam(request.beam)
-        self._requests[request.id] = request
         plain = request.beam is None and request.params.grammar is None
         request.runs_ahead = plain and not self.drafting.speculates
         leader = request.leader
@@ -84,6 +83,7 @@ class Scheduler:
             self._followers.setdefault(leader.id, []).append(request)
         else:
             self.waiting.push(request)
+        self._requests[request.id] = request
 
     def _add_beam(self, group: BeamGroup) -> None:
         most = group.width * self.kv.layout.blocks_for(group.leader.max_len)

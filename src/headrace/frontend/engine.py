@@ -14,8 +14,9 @@ from headrace.config import EngineArgs
 from headrace.core.drafting import DraftPolicy, FixedDepth, NoDrafts
 from headrace.core.kv_manager import KVCacheManager
 from headrace.core.loop import EngineCore, NullObserver, StepObserver
+from headrace.core.plan_builder import SchedulerLimits
 from headrace.core.request import FinishReason, RequestError, TokenOutput
-from headrace.core.scheduler import Scheduler, SchedulerLimits
+from headrace.core.scheduler import Scheduler
 from headrace.device.cpu import cpu_facts
 from headrace.executor.inproc import InProcessExecutor
 from headrace.frontend.chat import ChatTemplate
@@ -54,7 +55,7 @@ class Engine:
                 "attention_backend",
                 self._worker.attention_backend,
                 "; ".join(f"{name} {', '.join(why)}" for name, why in self._worker.attention_refusals if why)
-                or "the only one for this device",
+                or ("as asked" if args.attention_backend else "the first choice on this device"),
             )
         )
         weight_bytes = self._worker.model.weight_bytes
@@ -84,6 +85,7 @@ class Engine:
         self._core = EngineCore(scheduler, self._executor, self.config.steps_in_flight, observer)
         self._streams: dict[str, ChoiceStream] = {}  # core request id -> its choice
         self._ids = itertools.count()
+        self._closed = False
 
     def _draft_policy(self, work: WorkModel) -> DraftPolicy:
         if self.config.speculate == "off":
@@ -108,6 +110,10 @@ class Engine:
         return self._input
 
     @property
+    def closed(self) -> bool:
+        return self._closed
+
+    @property
     def core(self) -> EngineCore:
         """The token-level engine, for benchmarks and checks."""
         return self._core
@@ -124,6 +130,8 @@ class Engine:
     ) -> RequestOutput:
         """Queue a prompt (text or token ids); its output fills as the engine steps. RequestError if it cannot be
         served, and then nothing is queued. Lower priorities are served first; prefixes are shared within a salt."""
+        if self._closed:
+            raise RequestError("this engine has been closed; make a new one")
         params = params if params is not None else self.default_params
         request_id = request_id if request_id is not None else f"r{next(self._ids)}"
         prepared = self._input.prepare(
@@ -137,7 +145,7 @@ class Engine:
             for request in prepared.queue:
                 self._core.add(request)
                 queued.append(request.id)
-        except RequestError:
+        except Exception:
             self._core.abort(queued)
             raise
         for index, request in enumerate(prepared.requests[: params.num_choices]):
@@ -183,7 +191,10 @@ class Engine:
         return bool(self._streams) or self._core.has_work
 
     def close(self) -> None:
-        """End everything that runs and let go of the model."""
+        """End everything that runs and let go of the model. Calling it again does nothing."""
+        if self._closed:
+            return
+        self._closed = True
         self._core.abort(list(self._streams))
         self._streams.clear()
         self.ledger.close()

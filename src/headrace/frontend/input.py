@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from headrace.core.beam import BeamGroup
 from headrace.core.request import Request, RequestError
@@ -26,6 +29,20 @@ class Prepared:
     queue: list[Request]  # those to be given to the core; a beam's leader brings the others
 
 
+MAX_PRIORITY = 1_000_000
+_SHORT = 8  # characters a token: texts up to this long are cut into tokens without a look at their length
+
+
+def _index(token: object, vocab_size: int) -> int:
+    try:
+        value = -1 if isinstance(token, (bool, np.bool_)) else operator.index(token)  # type: ignore[arg-type]
+    except TypeError:
+        value = -1
+    if not 0 <= value < vocab_size:
+        raise RequestError(f"prompt token ids must be integers in [0, {vocab_size}), not {token!r}")
+    return value
+
+
 class InputProcessor:
     """Checks prompts and makes requests."""
 
@@ -37,17 +54,36 @@ class InputProcessor:
         self._spec = spec
         self._max_model_len = max_model_len
         self._grammars = grammars
+        self._longest = 0  # bytes of the longest token; found when first needed
         self._spellings: dict[bytes, list[int]] = {}  # token ids of each spelling; made when first needed
 
     def tokens(self, prompt: Prompt, *, add_special: bool = True) -> list[int]:
-        """Token ids of a text, or ids as given, checked against the vocabulary."""
+        """Token ids of a text, or ids as given (integers, numpy's too), checked against the model's vocabulary."""
         if isinstance(prompt, str):
-            return self._tokenizer.encode(prompt, add_special=add_special)
-        ids = list(prompt)
-        for token in ids:
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self._spec.vocab_size:
-                raise RequestError(f"prompt token ids must be integers in [0, {self._spec.vocab_size}), not {token!r}")
+            self._check_length(prompt)
+            ids = self._tokenizer.encode(prompt, add_special=add_special)
+        elif isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
+            raise RequestError(f"a prompt is a text or a list of token ids, not {type(prompt).__name__}")
+        else:
+            ids = [_index(token, self._spec.vocab_size) for token in prompt]
+        if ids and max(ids) >= self._spec.vocab_size:  # the tokenizer knows more tokens than the model has rows for
+            raise RequestError(
+                f"the text holds token {max(ids)}, which the tokenizer knows but the model does not "
+                f"(its vocabulary has {self._spec.vocab_size} tokens)"
+            )
         return ids
+
+    def _check_length(self, text: str) -> None:
+        """Refuse what cannot fit before it is cut into tokens, which takes a second for every megabyte."""
+        if len(text) <= _SHORT * self._max_model_len:
+            return
+        if not self._longest:
+            self._longest = max(len(self._tokenizer.token_bytes(id)) for id in range(self._tokenizer.vocab_size))
+        least = len(text) // max(1, self._longest)
+        if least >= self._max_model_len:
+            raise RequestError(
+                f"the prompt has {len(text)} characters, at least {least} tokens, but at most {self._max_model_len} fit"
+            )
 
     def prepare(
         self,
@@ -61,6 +97,12 @@ class InputProcessor:
     ) -> Prepared:
         """Requests `request_id` (one choice) or `request_id/0`, `request_id/1` ... for a prompt. RequestError names
         what in `params` this model cannot do."""
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"params must be SamplingParams, not {type(params).__name__}")
+        if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > MAX_PRIORITY:
+            raise RequestError(f"priority must be an integer between -{MAX_PRIORITY} and {MAX_PRIORITY}: {priority!r}")
+        if cache_salt is not None and not isinstance(cache_salt, str):
+            raise RequestError(f"cache_salt must be a text, not {type(cache_salt).__name__}")
         ids = self.tokens(prompt, add_special=add_special)
         self._check_ids("stop_token_ids", params.stop_token_ids)
         self._check_ids("allowed_token_ids", params.allowed_token_ids or ())

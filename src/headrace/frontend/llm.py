@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any
+
+import numpy as np
 
 from headrace.config import EngineArgs
 from headrace.core.request import RequestError
@@ -20,20 +24,26 @@ Message = dict[str, Any]
 
 
 class LLM:
-    """A model, ready to generate.
+    """A model, ready to generate. Several threads may use it at once, and several streams may be read in turns: one
+    steps the engine at a time, and each gets what is its own.
 
     `model` is a name, a GGUF file, a folder or a hub id; None is the default model, fetched at first use. Further
     keywords are the fields of `EngineArgs`; an unknown one raises TypeError.
     """
 
     def __init__(self, model: str | None = None, **options: Any):
-        self.engine = Engine(EngineArgs.make(model=model, **options))
+        self._start(EngineArgs.make(model=model, **options))
+
+    def _start(self, args: EngineArgs) -> None:
+        self.engine = Engine(args)
+        self._lock = threading.RLock()
+        self._inboxes: dict[int, deque[Update]] = {}  # updates of the streams being read, by id of their output
 
     @classmethod
     def from_args(cls, args: EngineArgs) -> LLM:
         """From options already checked."""
         llm = cls.__new__(cls)
-        llm.engine = Engine(args)
+        llm._start(args)
         return llm
 
     @property
@@ -54,38 +64,57 @@ class LLM:
         `params` is one for all or one for each. A prompt that cannot be served raises RequestError before anything
         is generated. `progress` shows a bar on stderr.
         """
-        batch: list[Prompt] = [prompts] if _is_prompt(prompts) else list(prompts)  # type: ignore[list-item, arg-type]
+        batch = _prompts(prompts)
         if params is None or isinstance(params, SamplingParams):
             each: list[SamplingParams | None] = [params] * len(batch)
-        else:
+        elif isinstance(params, Sequence) and not isinstance(params, str):
             each = list(params)
             if len(each) != len(batch):
                 raise RequestError(f"{len(batch)} prompts, but {len(each)} sampling parameters: give one, or one each")
+        else:
+            raise RequestError(f"params must be SamplingParams, or one for each prompt, not {type(params).__name__}")
         outputs: list[RequestOutput] = []
         try:
             for index, (prompt, one) in enumerate(zip(batch, each, strict=True)):
                 try:
-                    outputs.append(self.engine.submit(prompt, one, add_special=add_special))
+                    with self._lock:
+                        outputs.append(self.engine.submit(prompt, one, add_special=add_special))
                 except RequestError as error:
-                    raise RequestError(f"prompt {index}: {error}") from None if len(batch) > 1 else error
+                    if len(batch) == 1:
+                        raise
+                    raise RequestError(f"prompt {index}: {error}") from None
             self._finish(outputs, progress)
         except BaseException:  # a refused prompt, Ctrl-C: nothing may go on in the background
-            for output in outputs:
-                self.engine.abort(output)
+            with self._lock:
+                for output in outputs:
+                    self.engine.abort(output)
             raise
         return outputs
 
     def _finish(self, outputs: list[RequestOutput], progress: bool) -> None:
         """Step until all have ended."""
-        running = {id(output) for output in outputs}
-        num_tokens = 0
+        waiting = deque(outputs)
         with progress_bar("prompts", show=progress) as bar:
-            while running:
-                for update in self.engine.step():
-                    num_tokens += len(update.token_ids)
-                    if update.output.finished:
-                        running.discard(id(update.output))
-                bar.show(len(outputs) - len(running), len(outputs), num_tokens)
+            while waiting:
+                if waiting[0].finished:
+                    waiting.popleft()
+                    continue
+                self._step(waiting[0])
+                if progress:
+                    done = sum(output.finished for output in outputs)
+                    num_tokens = sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
+                    bar.show(done, len(outputs), num_tokens)
+
+    def _step(self, wanted: RequestOutput) -> None:
+        """One step of the engine, unless `wanted` has ended meanwhile; every stream gets its updates."""
+        with self._lock:
+            if wanted.finished or self._inboxes.get(id(wanted)):
+                return
+            if self.engine.closed:
+                raise RequestError("the engine was closed before this request had ended")
+            for update in self.engine.step():
+                if id(update.output) in self._inboxes:
+                    self._inboxes[id(update.output)].append(update)
 
     def chat(
         self,
@@ -108,12 +137,19 @@ class LLM:
         self, prompt: Prompt, params: SamplingParams | None = None, *, add_special: bool = True
     ) -> Iterator[Update]:
         """Complete one prompt, an update a step. Leaving the loop early ends the request."""
-        output = self.engine.submit(prompt, params, add_special=add_special)
+        inbox: deque[Update] = deque()
+        with self._lock:
+            output = self.engine.submit(prompt, params, add_special=add_special)
+            self._inboxes[id(output)] = inbox
         try:
-            while not output.finished:
-                yield from (update for update in self.engine.step() if update.output is output)
+            while inbox or not output.finished:
+                self._step(output)
+                while inbox:
+                    yield inbox.popleft()
         finally:
-            self.engine.abort(output)
+            with self._lock:
+                del self._inboxes[id(output)]
+                self.engine.abort(output)
 
     def explain(self) -> str:
         """Where the time of the steps so far went, and what bound them."""
@@ -124,8 +160,9 @@ class LLM:
         return self.engine.bill(output.request_id)
 
     def close(self) -> None:
-        """End what runs and free the model."""
-        self.engine.close()
+        """End what runs and free the model. Calling it again does nothing."""
+        with self._lock:
+            self.engine.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -134,5 +171,15 @@ class LLM:
         self.close()
 
 
-def _is_prompt(prompts: Any) -> bool:
-    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+def _prompts(prompts: Any) -> list[Prompt]:
+    """One prompt or several, as a list of prompts."""
+    if isinstance(prompts, np.ndarray):
+        prompts = prompts.tolist()
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
+        kind = type(prompts).__name__
+        raise RequestError(f"a prompt is a text or a list of token ids, and prompts are a list of those, not {kind}")
+    if prompts and isinstance(prompts[0], (int, np.integer)):
+        return [prompts]
+    return list(prompts)
