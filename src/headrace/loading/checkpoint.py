@@ -11,6 +11,7 @@ import numpy as np
 from headrace.loading.errors import CheckpointError
 from headrace.loading.json_file import read_json
 from headrace.loading.names import hf_name, text_name
+from headrace.loading.store import repair_of
 from headrace.models.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -86,7 +87,10 @@ def open_checkpoint(path: str | Path, *, seed: int = 0) -> LoadedCheckpoint:
         return DummyModel(Path(str(path)[len(DUMMY) :]), seed)
     path = Path(path)
     if path.is_file():
-        return GGUFCheckpoint(path)
+        try:
+            return GGUFCheckpoint(path)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}{repair_of(path)}") from None
     if not path.is_dir():
         raise CheckpointError(f"{path}: there is no such file or folder")
     if (path / "config.json").is_file():

