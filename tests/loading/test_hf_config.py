@@ -177,3 +177,15 @@ def test_what_transformers_saves(family: str) -> None:
     assert found.rope.theta == config.rope_parameters["rope_theta"]
     assert found.head_dim == (getattr(config, "head_dim", None) or 16)
     assert found.windows == ((config.sliding_window,) * 4 if family == "mistral" else ())
+
+
+@pytest.mark.parametrize("key", ["num_hidden_layers", "hidden_size", "vocab_size", "max_position_embeddings"])
+def test_absurd_sizes_are_refused_at_once(key):
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 32, "hidden_size": 8,
+        "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 64,
+    }  # fmt: skip
+    spec_from_config(config)
+    with pytest.raises(CheckpointError, match=f"{key} is 1099511627776"):
+        spec_from_config({**config, key: 2**40})

@@ -14,7 +14,7 @@ import numpy as np
 
 from headrace.loading.errors import CheckpointError
 from headrace.loading.gguf_file import GGUFArray, GGUFFile
-from headrace.models.spec import ModelSpec, MoESpec, RopeSpec
+from headrace.models.spec import MOST_LAYERS, MOST_OF_ANYTHING, ModelSpec, MoESpec, RopeSpec
 
 FAMILIES = {  # general.architecture -> family; a llama with experts is a mixtral
     "llama": "llama",
@@ -128,6 +128,9 @@ class _Keys:
             raise CheckpointError(f"{self._file.path}: key {key!r} is missing")
         if value < 0 or (value == 0 and default != 0):
             raise CheckpointError(f"{self._file.path}: key {key!r} must be positive, not {value}")
+        most = MOST_LAYERS if name == "block_count" else MOST_OF_ANYTHING
+        if value > most:
+            raise CheckpointError(f"{self._file.path}: key {key!r} is {value}, more than the {most} that any model has")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:

@@ -10,7 +10,7 @@ import math
 from typing import Any
 
 from headrace.loading.errors import CheckpointError
-from headrace.models.spec import MoESpec
+from headrace.models.spec import MOST_LAYERS, MOST_OF_ANYTHING, MoESpec
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -116,6 +116,9 @@ class Reader:
             return default
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise self.error(f"{key} must be a positive integer, not {value!r}")
+        most = MOST_LAYERS if key == "num_hidden_layers" else MOST_OF_ANYTHING
+        if value > most:
+            raise self.error(f"{key} is {value}, more than the {most} that any model has")
         return value
 
     def number(self, key: str, default: Any = _REQUIRED) -> Any:

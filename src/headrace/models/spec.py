@@ -34,6 +34,10 @@ class RopeSpec:
     divisors: tuple[float, ...] = ()  # GGUF `rope_freqs.weight`: inverse frequencies are divided by these
 
 
+MOST_LAYERS = 10_000  # more are a damaged file's
+MOST_OF_ANYTHING = 2**31 - 1
+
+
 @dataclass(frozen=True)
 class MoESpec:
     """Mixture of experts: how many, how wide, how chosen, in which layers."""
