@@ -58,32 +58,25 @@ struct Pairs<Bytes> {
 static void quantize16(const float* x, int k, int16_t* q, float* sums, float* scales) {
   for (int start = 0; start < k; start += kBlock * kSuper) {
     const int count = k - start < kBlock * kSuper ? k - start : kBlock * kSuper;
-    uint32_t most = 0;  // of the bits without the sign: they order as the numbers do, infinity and NaN at the end
-    for (int e = 0; e < count; ++e) {
-      uint32_t bits;
-      __builtin_memcpy(&bits, x + start + e, 4);
-      bits &= 0x7FFFFFFFu;
-      most = bits > most ? bits : most;
+    f most = zero(), poison = zero();  // poison: 0, or NaN where an input is not finite
+    for (int e = 0; e < count; e += W) {
+      const f value = load(x + start + e);
+      most = max(max(value, sub(zero(), value)), most);
+      poison = fma(value, zero(), poison);
     }
-    float largest;
-    __builtin_memcpy(&largest, &most, 4);
+    const float largest = reduce_max(most);
     // a scale too small to be inverted is as good as none; one that is not finite makes the token's results NaN
-    const bool finite = most < 0x7F800000u, none = largest < 1e-30f;
+    const bool finite = reduce_add(poison) == 0.0f, none = largest < 1e-30f;
     const float inverse = !finite || none ? 0.0f : 32767.0f / largest;
     *scales++ = !finite ? __builtin_nanf("") : none ? 0.0f : largest / 32767.0f;
     for (int block = start; block < start + count; block += kBlock) {
-      int32_t rounded[kBlock];
-      int32_t sum = 0;
-      for (int e = 0; e < kBlock; e += W) store_words(rounded + e, round_words(mul(load(x + block + e), set1(inverse))));
-      if (!finite) __builtin_memset(rounded, 0, sizeof rounded);
-      for (int e = 0; e < kBlock; ++e) sum += rounded[e];
-      // the order of pairs: 0, 2, 4, 6, 1, 3, 5, 7
-      for (int e = 0; e < kBlock; e += 8)
-        for (int j = 0; j < 4; ++j) {
-          q[block + e + j] = static_cast<int16_t>(rounded[e + 2 * j]);
-          q[block + e + 4 + j] = static_cast<int16_t>(rounded[e + 2 * j + 1]);
-        }
-      *sums++ = static_cast<float>(sum);
+      i sum = zero_words();
+      for (int e = 0; e < kBlock; e += W) {
+        const i rounded = finite ? round_words(mul(load(x + block + e), set1(inverse))) : zero_words();
+        sum = add_words(sum, rounded);
+        store_in_pairs(q + block + e, rounded);
+      }
+      *sums++ = reduce_add(to_floats(sum));  // whole numbers below 2^24: exact in any order
     }
   }
 }

@@ -98,4 +98,11 @@ INLINE i pair_everywhere(const int16_t* p) {
 INLINE i dot16(i sum, i a, i b) { return _mm256_add_epi32(sum, _mm256_madd_epi16(a, b)); }
 INLINE f to_floats(i w) { return _mm256_cvtepi32_ps(w); }
 INLINE i round_words(f v) { return _mm256_cvtps_epi32(v); }
+INLINE i add_words(i a, i b) { return _mm256_add_epi32(a, b); }
+// W words as int16 in the order of pairs (kernels.h): 0, 2, 4, 6, 1, 3, 5, 7 of each eight
+INLINE void store_in_pairs(int16_t* p, i w) {
+  const i ordered = _mm256_permutevar8x32_epi32(w, _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7));
+  const __m128i narrow = _mm_packs_epi32(_mm256_castsi256_si128(ordered), _mm256_extracti128_si256(ordered, 1));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), narrow);
+}
 INLINE void store_words(int32_t* p, i w) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), w); }

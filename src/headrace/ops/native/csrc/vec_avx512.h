@@ -80,4 +80,11 @@ INLINE i pair_everywhere(const int16_t* p) {
 INLINE i dot16(i sum, i a, i b) { return _mm512_dpwssd_epi32(sum, a, b); }
 INLINE f to_floats(i w) { return _mm512_cvtepi32_ps(w); }
 INLINE i round_words(f v) { return _mm512_cvtps_epi32(v); }
+INLINE i add_words(i a, i b) { return _mm512_add_epi32(a, b); }
+// W words as int16 in the order of pairs (kernels.h): 0, 2, 4, 6, 1, 3, 5, 7 of each eight
+INLINE void store_in_pairs(int16_t* p, i w) {
+  const i order = _mm512_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
+  const __m256i narrow = _mm512_cvtepi32_epi16(_mm512_permutexvar_epi32(order, w));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow);
+}
 INLINE void store_words(int32_t* p, i w) { _mm512_storeu_si512(p, w); }
