@@ -175,6 +175,25 @@ def test_one_request_alone_pays_for_itself() -> None:
     assert bill.first_token == bill.queued + bill.prefill
 
 
+def test_a_request_alone_waits_on_nobody() -> None:
+    class Cheap(Fixed):
+        each = 1e-6  # a cost model that knows nothing yet
+
+    core, watch, clock = engine(cost=Cheap, budget=64)
+    core.add(request("a", [1] * 8, 4, clock))
+    finish(core)
+    for index in range(3):
+        core.add(request(f"r/{index}", [index] * 8, 4, clock))
+    finish(core)
+    for name in ("a", "r/0", "r/1", "r/2"):
+        bill = watch.bill(name)
+        assert bill is not None and bill.waiting == 0 and bill.prefill > 8 * MS and bill.decode > 3 * MS
+    for name in ("b", "s/0"):
+        core.add(request(name, [1] * 8, 4, clock))
+    finish(core)
+    assert all(bill is not None and bill.waiting > 0 for bill in map(watch.bill, ("b", "s/0")))
+
+
 def test_company_is_waited_for_and_no_span_is_held_back() -> None:
     class Cheap(Fixed):
         each = 1e-3
@@ -185,7 +204,7 @@ def test_company_is_waited_for_and_no_span_is_held_back() -> None:
     finish(core)
     long, short = watch.bill("long"), watch.bill("short")
     assert long is not None and short is not None
-    assert long.prefill == 24 * MS and long.waiting > 0
+    assert 24 * MS <= long.prefill < 26 * MS and long.waiting > 0  # all of the steps that it had for itself
     assert short.prefill == 2 * MS and short.decode == 1 * MS
     assert short.waiting >= 6 * MS  # the long prompt's chunks run in the same steps
 

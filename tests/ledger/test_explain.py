@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -85,9 +87,17 @@ def test_conclusions() -> None:
     assert "decode is bound by the host: the model's stages take 7.4 times" in conclusion(record(forward=0.2))
     assert "mixed steps are" in conclusion(record(num_prefill_tokens=5))
     assert conclusion(record(num_decode_tokens=0)).endswith("no step ran the model, so nothing bounds it.")
-    assert "above 100 %" in conclusion(record(forward=0.01))
+    reached = conclusion(record(), record(forward=0.01))  # the second raises the roof, also for the first
+    assert "raised from the measured 20 GB/s to the 53.5 GB/s that a step reached" in reached
+    assert "bandwidth 50%, host 50%" in reached and not re.search(r"\b(1\d[1-9]|[2-9]\d\d)%", reached)
     assert "request r2 most often (2)" in conclusion(record(preempted=("r1", "r2")), record(preempted=("r2",)))
     assert summarize(Ledger(FACTS)) == "no steps recorded"
+
+
+def test_busy_machines_are_told() -> None:
+    ledger = Ledger(replace(FACTS, granted=0.5))
+    ledger.add(record())
+    assert "others used the machine when its rates were measured (50% of" in words(summarize(ledger))
 
 
 def test_refusals_are_grouped_and_limited() -> None:

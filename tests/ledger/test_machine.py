@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from ledger_cases import FACTS
+from ledger_cases import FACTS, record
 
+from headrace.core.plan import StageTimes
 from headrace.ledger import machine
+from headrace.ledger.book import Ledger
 from headrace.ledger.machine import MachineFacts, machine_facts, machine_key
+from headrace.ledger.work import StepWork
 
 
 class Measure:
@@ -124,6 +128,23 @@ def test_facts_of_a_busy_machine_are_improved(
     assert machine_facts().read_bandwidth == 2e9
     new_process()
     assert machine_facts().read_bandwidth == 2e9 and measure.calls == 2
+
+
+def test_rates_that_steps_reached_are_kept(measure: Measure, new_process: Any) -> None:
+    def run(num_bytes: float, flops: float, seconds: float, cache: int = 100) -> MachineFacts:
+        with Ledger(replace(machine_facts(1), cache_bytes=cache)) as ledger:
+            work = StepWork(1, 1, 1, num_bytes, 0.0, 0.0, 0.0, flops, 0.0, 0.0)
+            ledger.add(record(forward=seconds, work=work, times=StageTimes(forward=seconds)).judged(ledger.facts))
+            assert ledger.records()[0].judgement.roof_share <= 1.0
+            shown = ledger.facts
+        new_process()
+        return shown
+
+    assert run(1e9, 1.0, 0.5).read_bandwidth == 2e9 == machine_facts(1).read_bandwidth
+    assert run(1e9, 1.0, 0.499).read_bandwidth > 2e9 == machine_facts(1).read_bandwidth  # too little to lose fits for
+    assert run(1e9, 1.0, 0.1, cache=10**9).read_bandwidth == 1e10  # a cache may have held it: for this run only
+    assert run(1.0, 5e9, 1.0).flops == 5e9 == machine_facts(1).flops and machine_facts(1).read_bandwidth == 2e9
+    assert run(1e9, 1e9, 1e-9) == replace(machine_facts(1), cache_bytes=100) and measure.calls == 1
 
 
 def test_a_better_old_rate_stays() -> None:

@@ -13,7 +13,8 @@ segment goes to items of the requests alive in it:
   between    gaps while it had a row: the caller, detokenisation, an idle engine
 
 Its own share of a step is what the cost model says the step would have taken with this span alone, at most the step's
-wall time. Times are integer nanoseconds of the monotonic clock, so the items sum to the wall time exactly.
+wall time; all of it where no other request has a span in the step. Choices of one prompt are no others to each other.
+Times are integer nanoseconds of the monotonic clock, so the items sum to the wall time exactly.
 
 Cost: tallies are a table over the rows of the request table, so a step takes some array operations whatever the number
 of requests; what all rows share (gaps, wall time) is one running sum each, noted when a row is entered. Plans take
@@ -197,7 +198,7 @@ class BillKeeper:
         self._now = end
         rows, starts, lengths, drafts = plan.spans
         table = self._table
-        share = np.minimum(np.rint(own * 1e9), wall)
+        share = np.full(len(rows), wall) if self._one_request(rows) else np.minimum(np.rint(own * 1e9), wall)
         news = np.empty((len(rows), _SUMS), np.int64)
         news[:, _SHARE], news[:, _WALL], news[:, _STEPS] = share, wall, 1
         table[rows, :_SUMS] += news
@@ -207,6 +208,20 @@ class BillKeeper:
             table[rows, _PREFILL] += news[:, _SHARE] * prefill
             first = table[rows, _FIRST]  # a first token comes of a prompt's last span
             table[rows, _FIRST] = np.where((first == 0) & prefill & plan.yields, end, first)
+
+    def _one_request(self, rows: np.ndarray) -> bool:
+        """Whether all rows are of one request, or of choices of one prompt: "r3/0" and "r3/1"."""
+        if len(rows) < 2:
+            return True
+        first = None
+        for row in rows.tolist():
+            account = self._occupants[row]
+            if account is None:
+                return False
+            name = account.request.id.rpartition("/")[0]
+            if not name or name != (first := first or name):
+                return False
+        return True
 
     def end(self, outputs: Iterable[TokenOutput], now: float) -> list[Bill]:
         """Bills of the requests that ended with `outputs`. Those in the table end with the last commit, others `now`

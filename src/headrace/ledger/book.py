@@ -18,7 +18,7 @@ from os import PathLike
 
 from headrace.ledger.bill import Bill
 from headrace.ledger.jsonl import Stream, to_line
-from headrace.ledger.machine import MachineFacts
+from headrace.ledger.machine import MachineFacts, lasting, reached, remember
 from headrace.ledger.record import BOUNDS, OpenStep, StepRecord
 
 
@@ -77,7 +77,9 @@ class Ledger:
     ) -> None:
         if capacity < 1:
             raise ValueError(f"capacity must be at least 1, got {capacity}")
-        self.facts = facts
+        self.facts = facts  # raised to what steps reach
+        self.measured = facts
+        self._lasting = facts
         self.totals = Totals()
         self._capacity = capacity
         self._ring: deque[StepRecord] = deque(maxlen=capacity)
@@ -93,7 +95,13 @@ class Ledger:
         self.add(step.close(self.facts))
 
     def add(self, record: StepRecord) -> None:
-        """Keep a record; the oldest leaves a full ring."""
+        """Keep a record; the oldest leaves a full ring. One that is above the roof raises it."""
+        work, device = record.work, record.judgement.device_seconds
+        facts = reached(self.facts, work.bytes_total, work.flops_total, device)
+        if facts is not self.facts:
+            self.facts = facts
+            self._lasting = lasting(self._lasting, work.bytes_total, work.flops_total, device)
+            record = record.judged(facts)
         self._ring.append(record)
         self.totals.add(record)
         if self._stream is not None:
@@ -152,7 +160,9 @@ class Ledger:
             self._stream.flush()
 
     def close(self) -> None:
-        """End the stream; rings and totals stay readable. Calling it again does nothing."""
+        """End the stream and keep the rates that steps reached; rings and totals stay readable."""
+        if self._lasting is not self.measured:
+            remember(self._lasting)
         if self._stream is not None:
             self._stream.close()
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from headrace.ledger.bill import ITEMS, Bill
 from headrace.ledger.book import Ledger
+from headrace.ledger.machine import BUSY, RAISE
 from headrace.ledger.record import BOUNDS, STAGES, StepRecord
 
 WIDTH = 100
@@ -181,13 +182,36 @@ def _roof_line(kind: _Kind, ledger: Ledger) -> str:
     read = sum(record.work.bytes_total for record in kind.records) / device
     done = sum(record.work.flops_total for record in kind.records) / device
     facts = ledger.facts
-    text = (
-        f"{read / 1e9:.1f} of {facts.read_bandwidth / 1e9:.1f} GB/s ({read / facts.read_bandwidth:.0%}), "
-        f"{done / 1e9:.1f} of {facts.flops / 1e9:.1f} GFLOP/s ({done / facts.flops:.0%})"
+    return (
+        f"{read / 1e9:.1f} of {facts.read_bandwidth / 1e9:.1f} GB/s ({min(read / facts.read_bandwidth, 1.0):.0%}), "
+        f"{done / 1e9:.1f} of {facts.flops / 1e9:.1f} GFLOP/s ({min(done / facts.flops, 1.0):.0%})"
     )
-    if max(read / facts.read_bandwidth, done / facts.flops) > 1.05:
-        text += "; above 100 %: the weights fit a cache, or the machine was busy when it was measured"
-    return text
+
+
+def _doubts(ledger: Ledger) -> str:
+    """What to know of the machine's rates before the shares are believed; "" where they are as good as they get."""
+    facts, measured = ledger.facts, ledger.measured
+    texts = []
+    if measured.granted < BUSY:
+        texts.append(
+            f"others used the machine when its rates were measured ({measured.granted:.0%} of the processor time was "
+            "granted): they may be too low, and are measured again by a run ten minutes later"
+        )
+    for name, unit, now, before in (
+        ("bandwidth", "B/s", facts.read_bandwidth, measured.read_bandwidth),
+        ("arithmetic", "FLOP/s", facts.flops, measured.flops),
+    ):
+        if now > RAISE * before:
+            texts.append(
+                f"{name} raised from the measured {amount_text(before, unit)} to the {amount_text(now, unit)} that a "
+                "step reached (out of a cache, or the machine was busy when it was measured)"
+            )
+    return "; ".join(texts)
+
+
+def _judged(ledger: Ledger) -> list[StepRecord]:
+    """The records, all held against the highest rates known by now."""
+    return [record.judged(ledger.facts) for record in ledger.records()]
 
 
 def _prediction_line(records: Iterable[StepRecord]) -> str:
@@ -204,7 +228,7 @@ def summarize(ledger: Ledger) -> str:
     Rates are those of the records still in the ring; the first line tells the totals of the ledger's whole life. Token
     rates count tokens run by the model; drafts that were not accepted are among the decode tokens.
     """
-    records, totals = ledger.records(), ledger.totals
+    records, totals = _judged(ledger), ledger.totals
     if not records:
         return "no steps recorded"
     kinds = _kinds(records)
@@ -223,6 +247,8 @@ def summarize(ledger: Ledger) -> str:
     for name in ("prefill", "decode", "mixed"):
         if kinds[name].records:
             lines.append(line_text(name, _roof_line(kinds[name], ledger)))
+    if doubts := _doubts(ledger):
+        lines.append(line_text("roof", doubts))
     lines.append(line_text("predicted", _prediction_line(records)))
     if totals.prompt_tokens:
         text = f"{totals.cached_tokens} of {totals.prompt_tokens} prompt tokens found ({totals.hit_rate:.1%})"
@@ -265,7 +291,7 @@ def _grouped(label: str, texts: Iterable[str]) -> list[str]:
 
 def conclusion(ledger: Ledger, kinds: dict[str, _Kind] | None = None) -> str:
     """One sentence: what bounds the kind of step that took the most time, and what would help."""
-    kinds = kinds or _kinds(ledger.records())
+    kinds = kinds or _kinds(_judged(ledger))
     kind = max((kinds[name] for name in ("decode", "prefill", "mixed")), key=lambda kind: kind.seconds)
     records = kind.records
     if not records:

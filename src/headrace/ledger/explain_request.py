@@ -32,13 +32,13 @@ class Admission(NamedTuple):
 
 
 def facts_of(records: Iterable[StepRecord]) -> MachineFacts:
-    """The machine's rates that the records were judged by; 1 for a rate that none of them tells."""
+    """The highest of the machine's rates that the records were judged by; 1 for a rate that none of them tells."""
     bandwidth = flops = 1.0
     for record in records:
         verdict, work = record.judgement, record.work
         if verdict.bandwidth_seconds > 0 and verdict.compute_seconds > 0:
-            bandwidth, flops = work.bytes_total / verdict.bandwidth_seconds, work.flops_total / verdict.compute_seconds
-            break
+            bandwidth = max(bandwidth, work.bytes_total / verdict.bandwidth_seconds)
+            flops = max(flops, work.flops_total / verdict.compute_seconds)
     return MachineFacts("of the file", bandwidth, flops, 1, 0.0)
 
 

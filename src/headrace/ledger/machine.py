@@ -1,8 +1,9 @@
 """What this machine can do at best: bytes it reads a second and float32 operations it does a second.
 
 The ledger holds a step against these two rates (a roofline, Williams et al. 2009) and the cost model starts from them.
-They are measured, never looked up, once per machine, and kept in `machine.json` in the cache folder. That file is a
-convenience: missing, corrupt, of another version or unwritable, it is measured again and work goes on.
+They are measured, never looked up, once per machine, and kept in `machine.json` in the cache folder. What a step has
+reached is a rate the machine has: it raises the roof at once, and for later runs too where no cache can explain it. The
+file is a convenience: missing, corrupt, of another version or unwritable, it is measured again and work goes on.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import numpy as np
 FORMAT = 1  # of machine.json and of how rates are measured; another number means measure again
 BUSY = 0.8  # `granted` below this: the rates may be those of a machine shared with others
 RETRY_AFTER = 600.0  # seconds before busy facts are measured again
+RAISE = 1.05  # rates that steps reached are kept for later runs when they are so much above the kept ones
 _MIB = 1 << 20
 
 
@@ -214,6 +216,38 @@ def _better(new: MachineFacts, old: MachineFacts | None) -> MachineFacts:
     if old is None:
         return new
     return replace(new, read_bandwidth=max(new.read_bandwidth, old.read_bandwidth), flops=max(new.flops, old.flops))
+
+
+def reached(facts: MachineFacts, num_bytes: float, flops: float, seconds: float) -> MachineFacts:
+    """`facts`, raised to what a step with so many bytes and operations reached in `seconds` of its model's stages."""
+    if not seconds > 1e-5:  # a clock that coarse, or a step that ran no model, tells nothing
+        return facts
+    bandwidth, rate = num_bytes / seconds, flops / seconds
+    if not (facts.read_bandwidth < bandwidth < math.inf or facts.flops < rate < math.inf):
+        return facts
+    return replace(facts, read_bandwidth=max(facts.read_bandwidth, bandwidth), flops=max(facts.flops, rate))
+
+
+def lasting(facts: MachineFacts, num_bytes: float, flops: float, seconds: float) -> MachineFacts:
+    """As `reached`, but only by what later runs may be held against: steps of a millisecond or more, and bytes that the
+    last-level cache cannot have held."""
+    if seconds < 1e-3:
+        return facts
+    return reached(facts, num_bytes if 0 < 2 * facts.cache_bytes < num_bytes else 0.0, flops, seconds)
+
+
+def remember(facts: MachineFacts) -> None:
+    """Keep the rates of `facts`, which came from `machine_facts` and which steps have raised, for later runs."""
+    path, key = cache_dir() / "machine.json", machine_key(facts.num_threads)
+    with _lock:
+        known = _known.get((path, key))
+        if known is None or known.device_name != facts.device_name:
+            return
+        if max(facts.read_bandwidth / known.read_bandwidth, facts.flops / known.flops) <= RAISE:
+            return
+        stored = _load(path)
+        _known[path, key] = best = _better(_better(known, facts), _parse(stored.get(key)))
+        write_json_atomic(path, {"format": FORMAT, "machines": {**stored, key: asdict(best)}})
 
 
 def machine_facts(num_threads: int | None = None, *, refresh: bool = False) -> MachineFacts:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from headrace.core.plan import StageTimes, StepPlan
@@ -34,8 +34,8 @@ class Decision(NamedTuple):
 
 
 class Judgement(NamedTuple):
-    """What bound a step, with the seconds it was judged by. Shares above 1 mean that a cache held what memory should
-    have sent, or that the machine was busy when it was measured."""
+    """What bound a step, with the seconds it was judged by. A ledger raises the machine's rates to what steps reach, so
+    shares above 1 are only in files of older versions; they read as 1."""
 
     bound: Bound
     device_seconds: float = 0.0  # stages forward and logits, measured
@@ -46,12 +46,12 @@ class Judgement(NamedTuple):
     @property
     def bandwidth_share(self) -> float:
         """Part of the machine's bandwidth that the model's stages reached."""
-        return self.bandwidth_seconds / self.device_seconds if self.device_seconds > 0 else 0.0
+        return min(self.bandwidth_seconds / self.device_seconds, 1.0) if self.device_seconds > 0 else 0.0
 
     @property
     def compute_share(self) -> float:
         """Part of the machine's FLOP rate that the model's stages reached."""
-        return self.compute_seconds / self.device_seconds if self.device_seconds > 0 else 0.0
+        return min(self.compute_seconds / self.device_seconds, 1.0) if self.device_seconds > 0 else 0.0
 
     @property
     def roof_share(self) -> float:
@@ -126,6 +126,10 @@ class StepRecord:
     @property
     def bound(self) -> Bound:
         return self.judgement.bound
+
+    def judged(self, facts: MachineFacts) -> StepRecord:
+        """The record, judged by other rates."""
+        return replace(self, judgement=judge(facts, self.work, self.times, self.schedule + self.commit, self.total))
 
     @property
     def other(self) -> float:
