@@ -1,7 +1,11 @@
 """The command line: answers, errors in one line with exit code 2, help at once."""
 
 import json
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -65,7 +69,6 @@ def test_bad_input_is_one_line_and_exit_code_2(folder, capsys, argv, words):
     err = capsys.readouterr().err
     assert err.startswith("headrace: error: ") and err.count("\n") == 1
 
-
     assert re.search(words, err), err
 
 
@@ -110,6 +113,9 @@ def test_bench_writes_a_results_file(folder, tmp_path, capsys):
     assert {"name", "date", "commit", "environment", "rows"} <= set(value)
     assert [row["unit"] for row in value["rows"]] == ["ms", "tok/s"]
     assert main(["bench", "throughput", "-m", folder, "--num-requests", "3", *argv]) == 0
+    capsys.readouterr()
+    assert main(["bench", "latency", "-m", folder, "--prompt-len", "8", "--output-len", "1", "--runs", "1"]) == 0
+    assert "tok/s" not in capsys.readouterr().out
 
 
 def test_chat_commands(folder, capsys):
@@ -118,7 +124,8 @@ def test_chat_commands(folder, capsys):
 
     with LLM(folder) as llm:
         lines = iter(
-            ["hi", "/set temperature 0", "/retry", "/set nonsense 1", "/set top_p 7", "/system be brief", "more",
+            ["hi", "/set temperature 0", "/retry", "/set nonsense 1", "/set top_p 7", "/set __class__ 3",
+             "/set greedy 1", "/set temperature [", "/save", "/system be brief", "more",
              "/explain", "/help", "/what", "/quit", "never"]
         )  # fmt: skip
         conversation = Conversation(llm, SamplingParams(max_tokens=5, seed=1), None)
@@ -127,3 +134,83 @@ def test_chat_commands(folder, capsys):
         assert [message["role"] for message in conversation.messages] == ["user", "assistant"]
     err = capsys.readouterr().err
     assert "nonsense" in err and "top_p must be" in err and "unknown command /what" in err
+    assert "'__class__' is none" in err and "'greedy' is none" in err and "give a file name" in err
+
+
+def test_ctrl_c_at_the_prompt_cancels_the_line_and_twice_leaves(folder, capsys, monkeypatch):
+    from headrace import LLM, SamplingParams
+    from headrace.cli.chat import Conversation
+
+    with LLM(folder) as llm:
+        steps = iter([KeyboardInterrupt, "hi", KeyboardInterrupt, KeyboardInterrupt, "never"])
+
+        def read():
+            step = next(steps)
+            if step is KeyboardInterrupt:
+                raise KeyboardInterrupt
+            return step
+
+        conversation = Conversation(llm, SamplingParams(max_tokens=3, seed=1), None)
+        assert conversation.loop(read) == 0 and next(steps) == "never"
+        assert len(conversation.messages) == 2
+        assert capsys.readouterr().err.count("Ctrl-C again") == 2
+
+        def gone(self, text):
+            raise BrokenPipeError
+
+        monkeypatch.setattr(Conversation, "_answer", gone)
+        with pytest.raises(BrokenPipeError):
+            conversation.loop(lambda: "hi")
+
+
+def test_the_rate_of_what_was_not_streamed(folder, capsys):
+    assert main(["run", "-m", folder, "hi", "--n", "2", "--best-of", "4", "--max-tokens", "4", "--ignore-eos"]) == 0
+    err = capsys.readouterr().err
+    assert "8 tokens in " in err and "tokens/s over all" in err
+
+
+def test_failures_outside_the_commands_are_one_line(capsys, monkeypatch):
+    from headrace.cli import main as module
+
+    for error, code, words in (
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (ImportError("libx.so: failed to map segment"), 2, "cannot be loaded: libx.so"),
+        (RuntimeError("can't start new thread"), 2, "new thread"),
+        (MemoryError(), 2, "MemoryError"),
+        (BrokenPipeError(), 141, ""),
+    ):
+
+        def fail(error=error):
+            raise error
+
+        monkeypatch.setattr(module, "_parser", fail)
+        assert main(["models"]) == code
+        err = capsys.readouterr().err.strip()
+        assert words in err and err.count("\n") == 0
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_ledger_that_cannot_be_written_is_told(folder, capsys):
+    assert main(["run", "-m", folder, "hi", "--ledger-jsonl", "/dev/full", *RUN]) == 0
+    assert "/dev/full ends early: OSError" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(os.name != "posix", reason="shells")
+@pytest.mark.parametrize(
+    ("command", "code", "words"),
+    [
+        ("run <&-", 2, "give a prompt"),
+        ("chat <&-", 2, "input is closed"),
+        ("models >&-", 2, "output is closed"),
+        ("models >/dev/full", 2, "No space left"),
+        ("--help | true; exit ${PIPESTATUS[0]}", (0, 141), ""),
+        ("models --supported | true; exit ${PIPESTATUS[0]}", (0, 141), ""),
+    ],
+)
+def test_closed_streams(command, code, words, tmp_path):
+    line = f'"{sys.executable}" -m headrace {command}'
+    done = subprocess.run(
+        ["bash", "-c", line], capture_output=True, text=True, env={**os.environ, "HEADRACE_HOME": str(tmp_path)}
+    )
+    assert done.returncode in (code if isinstance(code, tuple) else (code,)), done.stderr
+    assert words in done.stderr and done.stderr.count("\n") == bool(words), done.stderr

@@ -111,9 +111,10 @@ def latency(arguments: argparse.Namespace) -> int:
         rows = [
             Row(f"{what} ttft {arguments.prompt_len} batch {batch}", "ms", "lower",
                 median([t.first_token * 1e3 for t in timings]), runs=runs),
-            Row(f"{what} decode batch {batch}", "tok/s", "higher",
-                median([t.decode_rate for t in timings]), runs=runs),
         ]  # fmt: skip
+        if arguments.output_len > 1:  # of one token there is no decoding
+            rate = median([t.decode_rate for t in timings])
+            rows.append(Row(f"{what} decode batch {batch}", "tok/s", "higher", rate, runs=runs))
         return _report(arguments, llm, "latency", rows)
 
 

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,7 @@ HELP = """  /help            this list
   /set NAME VALUE  change a sampling option, e.g. /set temperature 0.7
   /save FILE       write the conversation as text
   /explain         where the time went
-  /quit            leave (also: end of input)"""
+  /quit            leave (also: end of input, or Ctrl-C twice)"""
 
 
 def add_commands(commands: argparse._SubParsersAction) -> None:
@@ -36,6 +37,8 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
 
 
 def chat(arguments: argparse.Namespace) -> int:
+    if sys.stdin is None:
+        raise ValueError("standard input is closed; there is nothing to answer")
     from headrace.frontend.llm import LLM
 
     with LLM.from_args(engine_args(arguments)) as llm:
@@ -64,8 +67,21 @@ class Conversation:
         self.messages: list[dict[str, str]] = []
 
     def loop(self, read: Callable[[], str | None]) -> int:
-        """Answer lines until the end of input or /quit."""
-        while (line := read()) is not None:
+        """Answer lines until the end of input, /quit, or Ctrl-C at the prompt twice in a row."""
+        cancelled = False
+        while True:
+            try:
+                line = read()
+            except KeyboardInterrupt:
+                if cancelled:
+                    print(file=sys.stderr)
+                    break
+                print("\n[Ctrl-C again leaves]", file=sys.stderr)
+                cancelled = True
+                continue
+            cancelled = False
+            if line is None:
+                break
             line = line.strip()
             if line in ("/quit", "/exit"):
                 break
@@ -76,6 +92,8 @@ class Conversation:
                     self._answer(line)
             except KeyboardInterrupt:  # ends the answer, not the conversation
                 print("\n[stopped]", file=sys.stderr)
+            except BrokenPipeError:  # nobody reads the answers any more
+                raise
             except (ValueError, OSError) as error:
                 print(f"[{error}]", file=sys.stderr)
         return 0
@@ -107,6 +125,8 @@ class Conversation:
             option, _, value = rest.strip().partition(" ")
             self._set(option, value.strip())
         elif name == "/save":
+            if not rest.strip():
+                raise ValueError("give a file name: /save FILE")
             text = "\n\n".join(f"{message['role']}: {message['content']}" for message in self.messages)
             Path(rest.strip()).write_text(text + "\n", encoding="utf-8")
         elif name == "/explain":
@@ -117,10 +137,14 @@ class Conversation:
     def _set(self, option: str, value: str) -> None:
         import ast
 
-        if not option or not hasattr(self._params, option) or option == "n":
+        known = [each.name for each in fields(self._params) if "help" in each.metadata and each.name != "n"]
+        if option not in known:
             raise ValueError(f"/set takes a sampling option and a value; {option or 'nothing'!r} is none")
         try:
             parsed = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
             parsed = value
-        self._params = self._params.with_(**{option: parsed})
+        try:
+            self._params = self._params.with_(**{option: parsed})
+        except TypeError as error:
+            raise ValueError(f"{option} cannot be {value or 'nothing'}: {error}") from None

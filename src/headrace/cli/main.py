@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -10,6 +11,7 @@ from headrace import __version__
 
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141  # what a shell shows of a program that SIGPIPE ended
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -19,6 +21,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="headrace", description="Serve language models, and know what bounds every step."
     )
     parser.add_argument("--version", action="version", version=f"headrace {__version__}")
+    parser.set_defaults(prints=True)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for module in (run, chat, serve, batch, explain, models, bench):
         module.add_commands(commands)
@@ -27,21 +30,59 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; returns the exit code. Bad input is one line on stderr and exit code 2."""
-    arguments = _parser().parse_args(argv)
+    if sys.stderr is None:  # closed; print would write to stdout instead
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - to the end of the process
+    arguments = argparse.Namespace()
     try:
-        return int(arguments.command(arguments) or 0)
+        try:
+            arguments = _parser().parse_args(argv)
+            if sys.stdout is None and arguments.prints:
+                raise ValueError("standard output is closed")
+            return int(arguments.command(arguments) or 0)
+        finally:
+            _tell_lost_ledger(arguments)
+            if sys.stdout is not None:
+                sys.stdout.flush()  # here, where what goes wrong with it can be told
     except KeyboardInterrupt:
         print("\nheadrace: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:  # the reader went away: `headrace run ... | head`
-        sys.stderr.close()
-        return EXIT_BAD_INPUT
-    except (ValueError, TypeError, OSError, MemoryError) as error:
+        _discard_stdout()
+        return EXIT_BROKEN_PIPE
+    except (ValueError, TypeError, OSError, MemoryError, ImportError, RuntimeError) as error:
         if isinstance(error, TypeError) and "option" not in str(error):
             raise
-        text = " ".join(str(error).split()) or type(error).__name__
-        print(f"headrace: error: {text}", file=sys.stderr)
+        if isinstance(error, RuntimeError) and "new thread" not in str(error):
+            raise
+        if isinstance(error, OSError) and sys.stdout is not None:
+            _discard_stdout()
+        print(f"headrace: error: {_line(error)}", file=sys.stderr)
         return EXIT_BAD_INPUT
+
+
+def _line(error: BaseException) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    if not isinstance(error, ImportError):
+        return text
+    while error.__cause__ is not None:  # libraries wrap it in pages of advice
+        error = error.__cause__
+    return f"a library cannot be loaded: {' '.join(str(error).split()) or type(error).__name__}"
+
+
+def _tell_lost_ledger(arguments: argparse.Namespace) -> None:
+    ledger = getattr(arguments, "streamed_ledger", None)
+    if ledger is not None and ledger.stream_error:
+        print(f"headrace: {arguments.ledger_jsonl} ends early: {ledger.stream_error}", file=sys.stderr)
+
+
+def _discard_stdout() -> None:
+    """What is buffered for a reader that is gone or a disk that is full must not fail once more when Python ends."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 if __name__ == "__main__":

@@ -67,6 +67,7 @@ def stream_ledger(arguments: argparse.Namespace, ledger: Ledger) -> None:
         if not ledger.enabled:
             raise ValueError("--ledger-jsonl needs the ledger; leave out --no-ledger")
         ledger.stream_to(arguments.ledger_jsonl)
+        arguments.streamed_ledger = ledger  # main tells if the file came to an early end
 
 
 def _help(cls: type, name: str) -> str:

@@ -31,7 +31,7 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
 def run(arguments: argparse.Namespace) -> int:
     prompt = arguments.prompt
     if prompt is None:
-        if sys.stdin.isatty():
+        if sys.stdin is None or sys.stdin.isatty():
             raise ValueError('give a prompt: headrace run "Why is the sky blue?"')
         prompt = sys.stdin.read()
     from headrace.cli.session import stream_answer

@@ -19,7 +19,7 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
     )
     add_options(parser, ServerArgs, "server")
     add_engine_options(parser)
-    parser.set_defaults(command=serve)
+    parser.set_defaults(command=serve, prints=False)
 
 
 def serve(arguments: argparse.Namespace) -> int:
