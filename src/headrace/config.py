@@ -6,11 +6,24 @@ The command line and the keywords of `LLM` are generated from `EngineArgs`: one 
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+
+_MOST = 2**31 - 1
+_MOST_BYTES = 2**60
+_RANGES = {
+    "max_model_len": (2, _MOST),
+    "max_num_seqs": (1, _MOST),
+    "max_num_batched_tokens": (1, _MOST),
+    "block_size": (1, _MOST),
+    "num_threads": (1, _MOST),
+    "steps_in_flight": (1, 3),
+    "num_draft_tokens": (1, 64),
+}
 
 
 class ConfigError(ValueError):
@@ -58,15 +71,24 @@ class EngineArgs:
         return cls(**options)
 
     def __post_init__(self) -> None:
-        least = {"max_model_len": 2, "max_num_seqs": 1, "max_num_batched_tokens": 1, "block_size": 1, "num_threads": 1}
-        for name, low in least.items():
+        if isinstance(self.model, os.PathLike):
+            object.__setattr__(self, "model", os.fspath(self.model))
+        for name in ("model", "attention_backend"):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < low):
-                raise ConfigError(f"{name} must be an integer of at least {low}, not {value!r}")
-        if self.steps_in_flight is not None and self.steps_in_flight not in (1, 2, 3):
-            raise ConfigError(f"steps_in_flight must be 1, 2 or 3, not {self.steps_in_flight!r}")
-        if self.num_draft_tokens is not None and not 1 <= self.num_draft_tokens <= 64:
-            raise ConfigError(f"num_draft_tokens must be between 1 and 64, not {self.num_draft_tokens!r}")
+            if value is not None and (not isinstance(value, str) or not value):
+                raise ConfigError(f"{name} must be a string that is not empty, not {_shown(value)}")
+        for name in ("prefix_caching", "ledger"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be True or False, not {_shown(getattr(self, name))}")
+        for name, (low, high) in _RANGES.items():
+            value = getattr(self, name)
+            if value is None or (isinstance(value, int) and not isinstance(value, bool) and low <= value <= high):
+                continue
+            above = isinstance(value, int) and value > high
+            span = f"from {low} to {high}" if above or high < _MOST else f"of at least {low}"
+            raise ConfigError(f"{name} must be an integer {span}, not {_shown(value)}")
+        if self.kv_cache is not None:
+            parse_bytes(self.kv_cache, 1 << 60, "kv_cache")  # what is wrong with it is said before a model is loaded
         if self.num_draft_tokens is not None and self.speculate == "off":
             raise ConfigError("num_draft_tokens needs a way to draft; give speculate=ngram too")
         for name, allowed in (
@@ -75,7 +97,7 @@ class EngineArgs:
             ("speculate", ("off", "ngram")),
         ):
             if getattr(self, name) not in allowed:
-                raise ConfigError(f"{name} must be one of {', '.join(allowed)}, not {getattr(self, name)!r}")
+                raise ConfigError(f"{name} must be one of {', '.join(allowed)}, not {_shown(getattr(self, name))}")
 
 
 @dataclass(frozen=True)
@@ -101,14 +123,30 @@ class EngineConfig:
 
 def parse_bytes(text: str | int, whole: int, name: str) -> int:
     """Bytes of '512MiB', '2GB', '1073741824' or '30%' (of `whole`); ConfigError names the option."""
+    example = f"{name} takes bytes such as 512MiB, 2GB or 30%"
     if isinstance(text, int) and not isinstance(text, bool):
-        value = float(text)
+        if text > _MOST_BYTES:
+            raise ConfigError(f"{example}; {_shown(text)} is more than any machine has")
+        number, unit = float(text), ""
     else:
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(%|[kmg]?i?b?)\s*", str(text).lower())
-        if match is None:
-            raise ConfigError(f"{name} takes bytes such as 512MiB, 2GB or 30%, not {text!r}")
+        match = re.fullmatch(r"\s*(\d{1,30}(?:\.\d{1,30})?)\s*(%|[kmg]?i?b?)\s*", str(text).lower())
+        if not isinstance(text, str) or match is None or match[2].removesuffix("b") == "i":
+            raise ConfigError(f"{example}, not {_shown(text)}")
         number, unit = float(match[1]), match[2]
-        value = number / 100 * whole if unit == "%" else number * _UNITS[unit.removesuffix("b")]
+    if unit == "%" and number > 100:
+        raise ConfigError(f"{example}; {_shown(text)} is more than there is")
+    value = number / 100 * whole if unit == "%" else number * _UNITS[unit.removesuffix("b")]
+    if value > _MOST_BYTES:
+        raise ConfigError(f"{example}; {_shown(text)} is more than any machine has")
     if value < 1:
-        raise ConfigError(f"{name} must be above zero, not {text!r}")
+        raise ConfigError(f"{name} must be above zero, not {_shown(text)}")
     return int(value)
+
+
+def _shown(value: Any) -> str:
+    """A value as a message shows it, cut where it is long."""
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of more digits than Python prints
+        return "a number of thousands of digits"
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -119,7 +119,13 @@ def resolve(args: EngineArgs, spec: ModelSpec, facts: CpuFacts) -> tuple[EngineC
             )
         max_len = layout.num_tokens
         choices.append(Choice("max_model_len", str(max_len), "what the KV cache holds"))
-    threads = choose("num_threads", args.num_threads, facts.num_threads, "the processors this process may use")
+    asked = args.num_threads
+    if asked is not None and asked > facts.num_threads:
+        threads = facts.num_threads
+        reason = f"{asked} were asked for, but this process may use {threads} processors; more threads would only wait"
+        choices.append(Choice("num_threads", str(threads), reason))
+    else:
+        threads = choose("num_threads", asked, facts.num_threads, "the processors this process may use")
     depth = choose("steps_in_flight", args.steps_in_flight, 1, "a CPU has nothing to overlap with")
     choices.append(
         Choice("prefix_caching", str(args.prefix_caching), "finding a prefix costs less than computing it")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from headrace.ops.native.library import REMEDY, available, library, unavailable_reason
+from headrace.ops.native.library import available, library, remedy, unavailable_reason
 from headrace.ops.native.variants import bind_native, bind_references
 from headrace.quant.base import QuantScheme
 from headrace.quant.packed import Packed
@@ -28,5 +28,6 @@ def bind_cpu(num_threads: int, int16: bool = False) -> QuantScheme:
     bind_references()
     if not _told and os.environ.get("HEADRACE_NATIVE", "1") != "0":
         _told = True
-        print(f"headrace: {unavailable_reason()}; running on numpy, many times slower. {REMEDY}", file=sys.stderr)
+        text = f"headrace: {unavailable_reason()}; running on numpy, many times slower. {remedy()}"
+        print(text.rstrip(), file=sys.stderr)
     return Unquantized()

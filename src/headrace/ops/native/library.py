@@ -50,7 +50,11 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 
 
 class NativeError(RuntimeError):
-    """The library is not there, or cannot run here; the message says why."""
+    """The library is not there, or cannot run here; the message says why. `remedy`: what would help, if known."""
+
+    def __init__(self, message: str, remedy: str = ""):
+        super().__init__(message)
+        self.remedy = remedy
 
 
 @dataclass(frozen=True)
@@ -76,11 +80,11 @@ def open_library(file: Path, path: str = "") -> Library:
         loaded = ctypes.CDLL(str(file))
         functions = {name: getattr(loaded, f"headrace_{name}") for name in _SIGNATURES}
     except (OSError, AttributeError) as error:
-        raise NativeError(f"the native CPU kernels cannot be loaded ({error})") from None
+        raise NativeError(f"the native CPU kernels cannot be loaded ({error})", REMEDY) from None
     for name, (result, arguments) in _SIGNATURES.items():
         functions[name].restype, functions[name].argtypes = result, arguments
     if functions["abi"]() != ABI:
-        raise NativeError(f"{file} was built for another version of Headrace")
+        raise NativeError(f"{file} was built for another version of Headrace", REMEDY)
     chosen = functions["select_path"](path.encode())
     if chosen is None:
         known = f"one of {', '.join(PATHS)}" if path not in PATHS else "something this processor can run"
@@ -93,7 +97,7 @@ def _opened() -> Library | NativeError:
     if os.environ.get("HEADRACE_NATIVE", "1") == "0":
         return NativeError("switched off by HEADRACE_NATIVE=0")
     if not LIBRARY.exists():
-        return NativeError("the native CPU kernels were not built when Headrace was installed")
+        return NativeError("the native CPU kernels were not built when Headrace was installed", REMEDY)
     try:
         return open_library(LIBRARY, os.environ.get("HEADRACE_NATIVE_PATH", ""))
     except NativeError as error:
@@ -109,6 +113,12 @@ def unavailable_reason() -> str | None:
     """Why they cannot; None if they can."""
     opened = _opened()
     return None if isinstance(opened, Library) else str(opened)
+
+
+def remedy() -> str:
+    """What would make them usable, as a sentence of its own; "" where the reason says it."""
+    opened = _opened()
+    return "" if isinstance(opened, Library) else opened.remedy
 
 
 def library() -> Library:
