@@ -27,7 +27,9 @@ def next_token(tokens: list[int], seed: int = 0) -> int:
 def candidates(tokens: list[int], count: int) -> list[tuple[int, float]]:
     """The fake model's best next tokens for a beam search."""
     first = next_token(tokens)
-    found = [((first + 13 * i) % VOCAB, -(1 + _hash(tokens, 1000 + 77 * i) % 99_991) / 40_009) for i in range(count)]
+    # 40 bits of hash: sums of two sequences hardly ever tie, and the order of ties is nobody's promise
+    values = [_hash(tokens, 1000 + 77 * i) * 1_000_003 + _hash(tokens[::-1], 5 + 31 * i) for i in range(count)]
+    found = [((first + 13 * i) % VOCAB, -(1 + value) / 4e11) for i, value in enumerate(values)]
     return sorted(found, key=lambda pair: -pair[1])
 
 
