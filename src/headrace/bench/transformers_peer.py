@@ -62,7 +62,7 @@ def load_peer(checkpoint: LoadedCheckpoint) -> TransformersPeer:
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config)
     model.to_empty(device="cpu")
-    state = {name: torch.from_numpy(checkpoint.read(name)) for name in checkpoint.names()}
+    state = {name: torch.tensor(checkpoint.read(name)) for name in checkpoint.names()}
     missing, unexpected = model.load_state_dict(state, strict=False)
     if unexpected or [name for name in missing if name != "lm_head.weight"]:
         raise ValueError(f"the weights do not fit: missing {missing}, unexpected {unexpected}")

@@ -72,7 +72,11 @@ class PrefixIndex:
         entry = self._entries.get(key)
         if entry is None:
             self._entries[key] = _Entry({group: block}, parent, tokens)
-            self._children.setdefault(parent, set()).add(key)
+            siblings = self._children.get(parent)
+            if siblings is None:
+                self._children[parent] = {key}
+            else:
+                siblings.add(key)
             if self._evicted:
                 self._evicted.pop(key, None)
         elif entry.blocks.setdefault(group, block) != block:

@@ -27,10 +27,13 @@ def build_step(
     query_start = xp.zeros(count + 1, dtype=xp.int32)
     query_start[1:] = xp.cumulative_sum(lengths)
     starts = xp.take(table_computed, rows, axis=0)
-    span_of = xp.repeat(xp.arange(count, dtype=xp.int32), lengths)
-    row_of = xp.take(rows, span_of, axis=0)
-    offset = xp.take(starts - query_start[:-1], span_of, axis=0)
-    positions = xp.astype(xp.arange(num_tokens, dtype=xp.int32) + offset, xp.int32)
+    if num_tokens == count:  # one token each: a plain decode step
+        row_of, positions = rows, starts
+    else:
+        span_of = xp.repeat(xp.arange(count, dtype=xp.int32), lengths)
+        row_of = xp.take(rows, span_of, axis=0)
+        offset = xp.take(starts - query_start[:-1], span_of, axis=0)
+        positions = xp.astype(xp.arange(num_tokens, dtype=xp.int32) + offset, xp.int32)
     token_ids = table_tokens[row_of, positions]
     block, inside = positions // block_size, positions % block_size
     slots = tuple(xp.astype(table[row_of, block] * block_size + inside, xp.int32) for table in table_blocks)

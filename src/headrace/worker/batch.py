@@ -50,6 +50,17 @@ class StepBatch:
         return int(self.rows.shape[0])
 
 
+def _logit_positions(plan: StepPlan, query_start: Array) -> tuple[Array, Array]:
+    """(token, span) int32 [L] of each position whose logits are wanted."""
+    spans = np.arange(plan.num_spans, dtype=np.int32)
+    if plan.num_tokens == plan.num_spans and plan.yields.all():  # a plain decode step
+        return spans, spans
+    wanted = np.where(plan.yields, 1 + plan.num_drafts, 0)
+    logit_span = np.repeat(spans, wanted)
+    within = np.arange(len(logit_span), dtype=np.int32) - np.repeat(np.cumsum(wanted) - wanted, wanted)
+    return (query_start[1:] - wanted)[logit_span] + within, logit_span
+
+
 class BatchBuilder:
     """Makes a StepBatch from a plan and the request table."""
 
@@ -64,10 +75,7 @@ class BatchBuilder:
             rows, lengths, plan.num_tokens, table.token_ids, table.num_computed, table.block_tables, self._block_size
         )
         # a span that reaches the end of its row's tokens wants the logits of its last 1 + num_drafts positions
-        wanted = np.where(plan.yields, 1 + plan.num_drafts, 0)
-        logit_span = np.repeat(np.arange(plan.num_spans, dtype=np.int32), wanted)
-        first = query_start[1:] - wanted
-        within = np.arange(len(logit_span), dtype=np.int32) - np.repeat(np.cumsum(wanted) - wanted, wanted)
+        logit_index, logit_span = _logit_positions(plan, query_start)
         prompt_index, prompt_span = self._prompt_positions(rows, lengths, positions)
         columns = -(-int(seq_lens.max()) // self._block_size)
         return StepBatch(
@@ -79,7 +87,7 @@ class BatchBuilder:
             seq_lens=seq_lens,
             block_tables=tuple(blocks[rows, :columns] for blocks in table.block_tables),
             slot_mapping=slots,
-            logit_index=first[logit_span] + within,
+            logit_index=logit_index,
             logit_span=logit_span,
             num_drafts=plan.num_drafts,
             prompt_index=prompt_index,
