@@ -15,11 +15,11 @@ import sys
 import time
 
 from headrace import LLM
-from headrace.bench.measure import median, random_prompts, run_batch
+from headrace.bench.measure import Timing, median, random_prompts, run_batch
 from headrace.bench.results import Row, write_results
 from headrace.bench.transformers_peer import load_peer
 
-PROMPT, OUTPUT, RUNS = 12, 48, 5
+PROMPT, OUTPUT, RUNS = 12, 64, 5
 
 
 def start_to_first_token() -> float:
@@ -39,26 +39,29 @@ def main() -> None:
     peer = load_peer(engines["exact"].engine.checkpoint)
     prompts = random_prompts(engines["exact"].engine.spec.vocab_size, 16, PROMPT)
     peer.run(prompts[:1], 2)
-    rates: dict[tuple[str, int], list[float]] = {}
+    timings: dict[tuple[str, int], list[Timing]] = {}
     theirs: list[float] = []
     first: list[float] = []
     for turn in range(arguments.runs + 1):
-        theirs.append(peer.run(prompts[:1], OUTPUT))
         for name, llm in engines.items():
             for count in (1, 16):
-                rates.setdefault((name, count), []).append(run_batch(llm, prompts[:count], OUTPUT).output_rate)
+                timings.setdefault((name, count), []).append(run_batch(llm, prompts[:count], OUTPUT))
+        theirs.append(peer.run(prompts[:1], OUTPUT))
         if turn:
             first.append(start_to_first_token())
-    # the first turn is a warm-up
-    middle = {case: median(values[1:]) for case, values in rates.items()}
     runs = arguments.runs
     rows = []
     for name in engines:
-        what, single = f"smollm2-135m q4_1 {name}", middle[name, 1]
+        what = f"smollm2-135m q4_1 {name}"
+        one, many = timings[name, 1][1:], timings[name, 16][1:]  # the first turn is a warm-up
+        generate = [median([timing.output_rate for timing in each]) for each in (one, many)]
+        decode = [median([timing.decode_rate for timing in each]) for each in (one, many)]
         rows += [
-            Row(f"{what} generate batch 1", "tok/s", "higher", single, median(theirs[1:]), peer.name, runs=runs,
+            Row(f"{what} generate batch 1", "tok/s", "higher", generate[0], median(theirs[1:]), peer.name, runs=runs,
                 target=1.0),
-            Row(f"{what} generate batch 16", "tok/s", "higher", middle[name, 16], single, "headrace batch 1", runs=runs,
+            Row(f"{what} generate batch 16", "tok/s", "higher", generate[1], generate[0], "headrace batch 1",
+                runs=runs),
+            Row(f"{what} decode batch 16", "tok/s", "higher", decode[1], decode[0], "headrace batch 1", runs=runs,
                 target=4.0),
         ]  # fmt: skip
     rows.append(
