@@ -67,7 +67,7 @@ def resolve(args: EngineArgs, spec: ModelSpec, facts: CpuFacts) -> tuple[EngineC
         return value
 
     mode = "default" if args.mode == "auto" else args.mode
-    reason = "inputs of quantised weights as 16-bit integers: faster from two requests on, 1e-4 from fp32"
+    reason = "inputs of quantised weights as 16-bit integers: faster than fp32 as soon as requests share a step"
     choices.append(Choice("mode", mode, reason if args.mode == "auto" else "as asked"))
     if args.max_model_len is not None and args.max_model_len > spec.max_position:
         raise ConfigError(
