@@ -30,7 +30,16 @@ def test_tokens_there_and_back(server):
 
 
 def test_paths_that_do_not_exist(server):
-    for path in ("/", "/v1", "/v1/completions/", "/../etc/passwd", "/%2e%2e/x", "/requests//bill"):
+    for path in (
+        "/web/",
+        "/web/../run.py",
+        "/web/%2e%2e/run.py",
+        "/v1",
+        "/v1/completions/",
+        "/../etc/passwd",
+        "/%2e%2e/x",
+        "/requests//bill",
+    ):
         reply = server.get(path)
         assert reply.status == 404 and reply.message
     assert server.ask("PUT", CHAT).status == 405

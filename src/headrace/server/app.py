@@ -14,6 +14,7 @@ from headrace.server.access import Keys, Origins
 from headrace.server.errors import ApiError
 from headrace.server.generate import Told, generate, new_id
 from headrace.server.http import ClientGoneError, Exchange, Receive, Scope, Send
+from headrace.server.page import is_page, page
 from headrace.server.service import Service
 
 logger = logging.getLogger("headrace.server")
@@ -73,6 +74,10 @@ class App:
         preflight = self._origins.preflight(exchange)
         if preflight is not None:
             await exchange.answer(b"", "text/plain", 204, preflight)
+            return
+        if is_page(exchange.path):
+            _check_method(exchange, "GET")
+            await page(exchange)
             return
         caller = self._keys.check(exchange)
         service, path = self._service, exchange.path
