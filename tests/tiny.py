@@ -16,8 +16,17 @@ TEMPLATE = (
 )
 
 
-def write_tiny_llama(folder: Path, *, seed: int = 0, window: int | None = None, layers: int = 2) -> Path:
-    """Random weights of std 0.15, so that logits differ clearly from token to token."""
+def write_tiny_llama(
+    folder: Path,
+    *,
+    seed: int = 0,
+    window: int | None = None,
+    layers: int = 2,
+    special: tuple[str, ...] = (),
+    eos: str = EOS,
+    template: str = TEMPLATE,
+) -> Path:
+    """Random weights of std 0.15, so that logits differ clearly from token to token. `special`: more special tokens."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
     hidden, inner, heads, kv_heads, dim = 48, 80, 4, 2, 12
@@ -26,7 +35,7 @@ def write_tiny_llama(folder: Path, *, seed: int = 0, window: int | None = None, 
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([EOS, "<|user|>", "<|assistant|>", "<|system|>"])
+    tokenizer.add_special_tokens([eos, "<|user|>", "<|assistant|>", "<|system|>", *special])
     tokenizer.save(str(folder / "tokenizer.json"))
     vocab_size = tokenizer.get_vocab_size()
     config = {
@@ -44,13 +53,13 @@ def write_tiny_llama(folder: Path, *, seed: int = 0, window: int | None = None, 
         "rope_theta": 10000.0,
         "hidden_act": "silu",
         "tie_word_embeddings": False,
-        "eos_token_id": tokenizer.token_to_id(EOS),
+        "eos_token_id": tokenizer.token_to_id(eos),
     }
     if window:
         config["sliding_window"] = window
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOS, "chat_template": TEMPLATE})
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos, "chat_template": template})
     )
 
     def random(*shape: int) -> np.ndarray:

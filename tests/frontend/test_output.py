@@ -33,7 +33,7 @@ class FakeDetokenizer:
 
 
 class FakeTokenizer:
-    def detokenizer(self, skip_special_tokens=True):
+    def detokenizer(self, skip_special_tokens=True, kept=frozenset()):
         return FakeDetokenizer({END} if skip_special_tokens else set())
 
 

@@ -1,77 +1,14 @@
-"""Tool calls: the parser on text in pieces of any size, and calls that a grammar forces over HTTP."""
+"""Tool calls over HTTP."""
 
 from __future__ import annotations
 
 import json
-import time
 
 import pytest
 from harness import CHAT, Server, serve_command, strict
 
-from headrace.server.tool_calls import CLOSE, OPEN, ToolParser, joined_calls
+from headrace.server.parsers.base import joined_calls
 from tiny import TEMPLATE
-
-CITY = '{"city":"東京","note":"é😀 } ] \\" </tool_call>","n":[1,{"a":null}]}'
-
-
-def call(name: str, arguments: str, gap: str = "\n") -> str:
-    return f'{OPEN}{gap}{{"name": "{name}", "arguments": {arguments}}}{gap}{CLOSE}'
-
-
-def parse(text: str, size: int, parallel: bool = True):
-    """(content, [(name, arguments)]) of a text fed in pieces of `size`."""
-    parser, content, calls = ToolParser(parallel), "", []
-    for start in range(0, len(text), size):
-        pieces = parser.feed(text[start : start + size])
-        content, calls = content + pieces.content, calls + pieces.calls
-    pieces = parser.finish()
-    whole = joined_calls(calls + pieces.calls)
-    return content + pieces.content, [(each["function"]["name"], each["function"]["arguments"]) for each in whole]
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
-@pytest.mark.parametrize(
-    ("text", "content", "calls"),
-    [
-        ("plain text < and <tool", "plain text < and <tool", []),
-        (" blanks \n", " blanks \n", []),
-        (call("f", CITY), "", [("f", CITY)]),  # X03
-        (call("f", "{}", ""), "", [("f", "{}")]),
-        ("I call.\n" + call("f", CITY) + "\n" + call("g", "{}") + "\n", "I call.", [("f", CITY), ("g", "{}")]),
-        (call("f", "{}") + " and then", " and then", [("f", "{}")]),
-        (OPEN + '{"arguments": {"a": "\\u00e9"}, "name": "f"}' + CLOSE, "", [("f", '{"a": "é"}')]),
-        (OPEN + '{"name": "f"}' + CLOSE, "", [("f", "{}")]),
-        (OPEN + '{"name": "f", "arguments": "{\\"a\\": 1}"}' + CLOSE, "", [("f", '{"a": 1}')]),
-        (OPEN + "no json" + CLOSE + " x", OPEN + "no json" + CLOSE + " x", []),
-        ("a " + OPEN + "[1]" + CLOSE, "a " + OPEN + "[1]" + CLOSE, []),
-        ("a \n" + OPEN + '{"name": ', "a \n" + OPEN + '{"name": ', []),
-        (OPEN + '{"name": "f", "arguments": {"a": [1', "", [("f", '{"a": [1')]),  # cut by max_tokens
-    ],
-)  # fmt: skip
-def test_texts(text, content, calls, size):
-    assert parse(text, size) == (content, calls)
-
-
-def test_one_call_at_most():
-    assert parse(call("f", "{}") + call("g", "{}"), 3, parallel=False) == ("", [("f", "{}")])
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        OPEN * 50_000,
-        OPEN + '{"name": "f", "x": [' + "[" * 500_000,
-        OPEN + '{"name": "f' + "\\" * 500_000,
-        "<" * 500_000,
-        (OPEN + "x" + CLOSE) * 20_000,
-    ],
-)
-def test_long_texts_take_no_time(text):  # X04
-    started = time.perf_counter()
-    for size in (len(text), 16):
-        assert parse(text, size) == (text, [])
-    assert time.perf_counter() - started < 5
-
 
 TOOLS = [
     {

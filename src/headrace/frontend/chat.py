@@ -51,6 +51,11 @@ class ChatTemplate:
             special_tokens=tokenizer.special_tokens,
         )
 
+    @property
+    def sources(self) -> str:
+        """All that this model's templates say, "" if it has none."""
+        return "\n".join(source for source in (self.source, self._tool_source) if source is not None)
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],

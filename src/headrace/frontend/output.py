@@ -70,13 +70,21 @@ class Update:
 class ChoiceStream:
     """Turns one choice's tokens into text as they come."""
 
-    def __init__(self, output: RequestOutput, index: int, params: SamplingParams, tokenizer: Tokenizer):
+    def __init__(
+        self,
+        output: RequestOutput,
+        index: int,
+        params: SamplingParams,
+        tokenizer: Tokenizer,
+        kept: frozenset[int] = frozenset(),
+    ):
+        """`kept`: special tokens that are in the text whatever the parameters say."""
         self.output = output
         self.choice = output.outputs[index]
         self._params = params
         if params.logprobs is not None:
             self.choice.logprobs = []
-        self._detokenizer = tokenizer.detokenizer(params.skip_special_tokens)
+        self._detokenizer = tokenizer.detokenizer(params.skip_special_tokens, kept)
         self._stops = StopStrings(params.stop)
         self._pending = ""  # text that may yet belong to a stop string
 

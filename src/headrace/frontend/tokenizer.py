@@ -115,9 +115,11 @@ class Tokenizer:
         stream = self.detokenizer(skip_special_tokens)
         return stream.add(ids) + stream.finish()
 
-    def detokenizer(self, skip_special_tokens: bool = True) -> IncrementalDetokenizer:
-        """A new stream whose pieces add up to what `decode` gives."""
-        return IncrementalDetokenizer(self._pieces, self.special_ids if skip_special_tokens else frozenset())
+    def detokenizer(
+        self, skip_special_tokens: bool = True, kept: frozenset[int] = frozenset()
+    ) -> IncrementalDetokenizer:
+        """A new stream whose pieces add up to what `decode` gives; special tokens in `kept` are never skipped."""
+        return IncrementalDetokenizer(self._pieces, self.special_ids - kept if skip_special_tokens else frozenset())
 
     def token_bytes(self, id: int) -> bytes:
         """The bytes one token contributes to the text, before any stripping at its start."""

@@ -5,17 +5,17 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from headrace.frontend.openai_request import CHAT
-from headrace.server.errors import ApiError
+from headrace.server.conversation import effort_variables, prepared_messages
+from headrace.server.errors import ApiError, bad_request
 from headrace.server.http import DONE, Exchange
 from headrace.server.job import Job, PromptTokens
 from headrace.server.protocol import ApiRequest, parse_request
 from headrace.server.service import Service
 from headrace.server.shapes import Shape
-from headrace.server.tool_calls import with_argument_objects
 
 STATUS_WAIT = 1.0  # seconds that a stream's status line waits for its first token, so that early errors have their own
 GRAMMAR_WAIT = 10.0  # the same where a grammar may have to be compiled first
@@ -39,6 +39,8 @@ async def generate(service: Service, exchange: Exchange, url: str, caller: str |
     request, model = _check(service, url, value, exchange)
     request = service.isolated(request, caller)
     prompts = await _prompts(service, request, size)
+    if request.chat:
+        request = _planned(service, request, prompts[0])
     told.prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
     if request.no_output and request.params.logprobs is None:
         job = service.echo(job_id, request, prompts, arrived)
@@ -65,9 +67,16 @@ def new_id(url: str) -> str:
 
 
 def _check(service: Service, url: str, value: Mapping[str, Any], exchange: Exchange) -> tuple[ApiRequest, str]:
-    request = parse_request(url, value, service.model.defaults, service.model.template.source)
-    if request.ignored:
-        names = ", ".join(name[:64] for name in request.ignored[:16])
+    request = parse_request(url, value, service.model.defaults)
+    if request.tools is not None and service.model.form.tools is None:
+        raise bad_request(
+            "this model's chat template has no form of tool calls that is known; leave tools out", "tools"
+        )
+    ignored = list(request.ignored)
+    if effort_variables(request.reasoning_effort, service.model.template.sources) is None:
+        ignored.append("reasoning_effort")
+    if ignored:
+        names = ", ".join(name[:64] for name in ignored[:16])
         exchange.extra_headers[IGNORED] = "".join(c if " " <= c <= "~" else "?" for c in names)
     return request, service.model.check_name(request.body.model)
 
@@ -75,10 +84,11 @@ def _check(service: Service, url: str, value: Mapping[str, Any], exchange: Excha
 async def _prompts(service: Service, request: ApiRequest, size: int) -> list[PromptTokens]:
     body = request.body
     if body.messages is not None:
-        template = dict(body.template)
+        sources = service.model.template.sources
+        template = {**(effort_variables(request.reasoning_effort, sources) or {}), **body.template}
         if request.tools is not None:
             template["tools"] = request.tools.definitions
-        messages = with_argument_objects(body.messages)
+        messages = prepared_messages(body.messages, sources)
         prompts = [await service.model.render(messages, template, size)]
     else:
         prompts = await service.model.tokens(body.prompts, body.add_special)
@@ -86,6 +96,16 @@ async def _prompts(service: Service, request: ApiRequest, size: int) -> list[Pro
     for prompt in prompts:
         service.check_prompt(prompt, "messages" if request.chat else "prompt", 0 if engineless else 1)
     return prompts
+
+
+def _planned(service: Service, request: ApiRequest, prompt: PromptTokens) -> ApiRequest:
+    """With how the answers are read and what they are held to, now that it is known how the prompt ends."""
+    form, body = service.model.form, request.body
+    continued = body.template.get("continue_final_message") is True
+    plan = form.plan(request.tools, prompt.rendered, continued, body.params.skip_special_tokens)
+    params = form.params(body.params, plan)
+    prompt.rendered = ""
+    return replace(request, plan=plan, kept=form.kept_ids(request.tools), body=replace(body, params=params))
 
 
 async def _stream(exchange: Exchange, job: Job, shape: Shape) -> None:

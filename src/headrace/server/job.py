@@ -29,6 +29,7 @@ class PromptTokens:
 
     text: str | None  # as it came; None: it came as token ids, or is a rendered chat
     token_ids: list[int]
+    rendered: str = ""  # of a chat
 
 
 @dataclass(slots=True)
@@ -98,7 +99,7 @@ class Job:
             self.outputs.append(output)
             self._choices += output.outputs
             for index, each in enumerate(prepared.requests[: params.num_choices]):
-                self._streams[each.id] = number, ChoiceStream(output, index, params, self._tokenizer)
+                self._streams[each.id] = number, ChoiceStream(output, index, params, self._tokenizer, request.kept)
             add = Add(name, prompt.token_ids, params, request.priority, request.cache_salt, self._arrived)
             adds.append((add, [each.id for each in prepared.requests[: params.num_choices]]))  # those that report
         try:

@@ -17,6 +17,7 @@ from headrace.loading.checkpoint import open_checkpoint
 from headrace.loading.store import resolve_model
 from headrace.server.errors import ApiError, bad_request
 from headrace.server.job import PromptTokens
+from headrace.server.parsers.form import AnswerForm
 
 SHORT = 8192  # characters or bytes: what is longer is tokenised and rendered in a thread
 _THREADS = 2
@@ -32,6 +33,7 @@ class ModelText:
         self.spec = checkpoint.spec
         self.tokenizer = checkpoint.tokenizer()
         self.template = ChatTemplate.of(self.tokenizer, template)
+        self.form = AnswerForm(self.template.sources, self.tokenizer)
         self.defaults = recommended_params(checkpoint)
         own = dict.fromkeys(name for name in (args.model, checkpoint.name) if name)
         self.names: tuple[str, ...] = tuple(names) or tuple(own)
@@ -55,11 +57,11 @@ class ModelText:
     ) -> PromptTokens:
         """A chat as tokens; `size` is that of the body it came in. ApiError 400 with the template's own words."""
 
-        def work() -> list[int]:
+        def work() -> PromptTokens:
             text = self.template.render(messages, **template)
-            return self.tokenizer.encode(text, add_special=False)
+            return PromptTokens(None, self.tokenizer.encode(text, add_special=False), text)
 
-        return PromptTokens(None, await self._do(work, size, "messages"))
+        return await self._do(work, size, "messages")
 
     async def tokens(self, prompts: Sequence[Prompt], add_special: bool) -> list[PromptTokens]:
         """Prompts as tokens; ids are passed on unchecked."""

@@ -13,14 +13,16 @@ from typing import Any
 from headrace.frontend.openai_request import CHAT, BodyError, BodyRequest, known_fields, parse_body
 from headrace.sampling.params import SamplingParams
 from headrace.server.errors import bad_request
-from headrace.server.tool_calls import Tools, parse_tools
+from headrace.server.parsers.form import Plan
+from headrace.server.parsers.tools import Tools, parse_tools
 
 MAX_PROMPTS = 2048
 MAX_SALT = 256  # characters
-_TOOL_FIELDS = {"tools", "tool_choice", "parallel_tool_calls"}
+_CHAT_FIELDS = {"tools", "tool_choice", "parallel_tool_calls", "include_reasoning", "reasoning_effort"}
 _SERVER_FIELDS = {
-    "stream_options", "priority", "cache_salt", "timeout", "return_tokens_as_token_ids", "echo", *_TOOL_FIELDS,
+    "stream_options", "priority", "cache_salt", "timeout", "return_tokens_as_token_ids", "echo", *_CHAT_FIELDS,
 }  # fmt: skip
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,10 @@ class ApiRequest:
     timeout: float | None  # seconds
     as_token_ids: bool  # in logprobs, tokens are named "token_id:N"
     tools: Tools | None = None  # that may be called
+    reasoning: bool = True  # is told, if there is any
+    reasoning_effort: str | None = None
+    plan: Plan | None = None  # of a chat: how its answers are read
+    kept: frozenset[int] = frozenset()  # special tokens that whoever reads them must see
 
     @property
     def chat(self) -> bool:
@@ -47,13 +53,10 @@ class ApiRequest:
         return self.body.params
 
 
-def parse_request(
-    url: str, value: Mapping[str, Any], defaults: SamplingParams, template_source: str | None = None
-) -> ApiRequest:
-    """Check a body sent to `url`; ApiError 400 names the field at fault. The source of the chat template says whether
-    tools can be called."""
+def parse_request(url: str, value: Mapping[str, Any], defaults: SamplingParams) -> ApiRequest:
+    """Check a body sent to `url`; ApiError 400 names the field at fault."""
     chat = url == CHAT
-    known = known_fields(url) | _SERVER_FIELDS - ({"echo"} if chat else _TOOL_FIELDS)
+    known = known_fields(url) | _SERVER_FIELDS - ({"echo"} if chat else _CHAT_FIELDS)
     ignored = tuple(str(name) for name in value if name not in known)
     rest = {name: each for name, each in value.items() if name in known and name not in _SERVER_FIELDS}
     given = {name: each for name, each in value.items() if name in _SERVER_FIELDS and each is not None}
@@ -72,14 +75,9 @@ def parse_request(
     params = body.params
     if echo and params.logprobs is not None:
         body = _with_params(body, params.with_(prompt_logprobs=params.logprobs))
-    tools = parse_tools(given, template_source) if chat else None
-    grammar = tools.grammar() if tools is not None else None
-    if grammar is not None:
-        if params.grammar is not None:
-            raise bad_request(
-                "tool_choice that forces a call and a form of the answer exclude each other", "tool_choice"
-            )
-        body = _with_params(body, params.with_(grammar=grammar))
+    tools = parse_tools(given) if chat else None
+    if tools is not None and tools.forced and params.grammar is not None:
+        raise bad_request("tool_choice that forces a call and a form of the answer exclude each other", "tool_choice")
     if len(body.prompts) > MAX_PROMPTS:
         raise bad_request(f"prompt holds {len(body.prompts)} prompts; at most {MAX_PROMPTS} are taken", "prompt")
     include_usage = _stream_options(given, body.stream)
@@ -94,6 +92,8 @@ def parse_request(
         timeout=_timeout(given),
         as_token_ids=_flag(given, "return_tokens_as_token_ids"),
         tools=tools,
+        reasoning=_flag(given, "include_reasoning", True),
+        reasoning_effort=_effort(given),
     )
 
 
@@ -101,10 +101,17 @@ def _with_params(body: BodyRequest, params: SamplingParams) -> BodyRequest:
     return replace(body, params=params)
 
 
-def _flag(given: Mapping[str, Any], name: str) -> bool:
-    value = given.get(name, False)
+def _flag(given: Mapping[str, Any], name: str, default: bool = False) -> bool:
+    value = given.get(name, default)
     if not isinstance(value, bool):
         raise bad_request(f"{name} must be true or false", name)
+    return value
+
+
+def _effort(given: Mapping[str, Any]) -> str | None:
+    value = given.get("reasoning_effort")
+    if value is not None and value not in EFFORTS:
+        raise bad_request(f"reasoning_effort must be one of {', '.join(EFFORTS)}", "reasoning_effort")
     return value
 
 

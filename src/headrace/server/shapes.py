@@ -14,20 +14,39 @@ from headrace.core.plan import TokenLogprobs
 from headrace.frontend.tokenizer import IncrementalDetokenizer, Tokenizer
 from headrace.server.http import encode_json
 from headrace.server.job import Delta, Job
+from headrace.server.parsers.base import AnswerParser, Pieces, joined_calls
 from headrace.server.protocol import ApiRequest
-from headrace.server.tool_calls import Pieces, ToolParser, joined_calls
 
 
-def usage(job: Job) -> dict[str, Any]:
+def usage(job: Job, tokenizer: Tokenizer) -> dict[str, Any]:
     """A prompt counts once however many choices it has; candidates of best_of that were dropped count."""
     prompt = sum(len(each.token_ids) for each in job.prompts)
     completion = 0 if job.request.no_output else job.completion_tokens
-    return {
+    told: dict[str, Any] = {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": job.cached_tokens},
     }
+    if job.request.plan is not None and job.request.plan.thinks:
+        told["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens(job, tokenizer)}
+    return told
+
+
+def reasoning_tokens(job: Job, tokenizer: Tokenizer) -> int:
+    """Tokens of reasoning in all choices, the tags around it included."""
+    count, request = 0, job.request
+    if request.plan is None or not request.plan.thinks:
+        return 0
+    for output in job.outputs:
+        for choice in output.outputs:
+            parser = request.plan.parser()
+            detokenizer = tokenizer.detokenizer(request.params.skip_special_tokens, request.kept)
+            for token in choice.token_ids:
+                before = parser.thinking
+                parser.feed(detokenizer.add([token]))
+                count += before or parser.thinking
+    return count
 
 
 class _Names:
@@ -111,7 +130,9 @@ class Shape:
         self._prefix = b"data: " + head[:-1] + b',"choices":[{"index":'
         self._usage = b',"usage":null' if job.request.include_usage else b""
         self._logprobs: dict[int, ChatLogprobs | TextLogprobs] = {}  # of each choice
-        self._parsers: dict[int, ToolParser] = {}  # of each choice, where tools may be called
+        plan = job.request.plan
+        self._plan = None if plan is None or plan.is_plain else plan
+        self._parsers: dict[int, AnswerParser] = {}  # of each choice, where not all text is content
 
     def _head(self) -> dict[str, Any]:
         return {"id": self._job.id, "object": self._kind, "created": self._created, "model": self._model}
@@ -134,7 +155,7 @@ class Shape:
                     text, tokens, entries = "", [], None if entries is None else []
                 reason = "length" if self._request.no_output else choice.finish_reason
                 choices.append(self._choice(index, number, text, tokens, entries, reason))
-        return encode_json({**self._head(), "choices": choices, "usage": usage(self._job)})
+        return encode_json({**self._head(), "choices": choices, "usage": usage(self._job, self._tokenizer)})
 
     def _choice(
         self,
@@ -148,8 +169,11 @@ class Shape:
         if self._request.chat:
             logprobs = None if entries is None else self._writer(index).take(tokens, entries)
             message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
-            if self._request.tools is not None:
+            if self._plan is not None:
                 pieces = self._split(index, text, ended=True)
+                message["content"] = pieces.content
+                if pieces.reasoning:
+                    message |= {"reasoning_content": pieces.reasoning, "reasoning": pieces.reasoning}
                 if pieces.calls:
                     message |= {"content": pieces.content or None, "tool_calls": joined_calls(pieces.calls)}
                     reason = _reason(reason)
@@ -173,13 +197,16 @@ class Shape:
         return self._tokenizer.decode(prompt.token_ids, self._request.params.skip_special_tokens)
 
     def _split(self, index: int, text: str, *, ended: bool) -> Pieces:
-        """What a choice's next text is: content and calls."""
-        assert self._request.tools is not None
-        parser = self._parsers.setdefault(index, ToolParser(self._request.tools.parallel))
+        """What a choice's next text is."""
+        assert self._plan is not None
+        if index not in self._parsers:
+            self._parsers[index] = self._plan.parser()
+        parser = self._parsers[index]
         pieces = parser.feed(text)
         if ended:
-            rest = parser.finish()
-            pieces = Pieces(pieces.content + rest.content, pieces.calls + rest.calls)
+            pieces.add(parser.finish())
+        if not self._request.reasoning:
+            pieces.reasonings.clear()
         return pieces
 
     # -- a stream
@@ -208,11 +235,15 @@ class Shape:
             entries = [*(output.prompt_logprobs or [None]), *entries]
             tokens = [*output.prompt_token_ids, *tokens]
         content = b""
-        if self._request.tools is not None:
+        if self._plan is not None:
             pieces = self._split(delta.index, text, ended=reason is not None)
             text = pieces.content
-            if pieces.calls:
-                told = {**({"content": text} if text else {}), "tool_calls": pieces.calls}
+            if pieces.calls or pieces.reasoning:
+                told: dict[str, Any] = {"content": text} if text else {}
+                if pieces.reasoning:
+                    told |= {"reasoning_content": pieces.reasoning, "reasoning": pieces.reasoning}
+                if pieces.calls:
+                    told["tool_calls"] = pieces.calls
                 content = b'"delta":' + encode_json(told)
             if self._parsers[delta.index].num_calls:
                 reason = _reason(reason)
@@ -246,7 +277,11 @@ class Shape:
         """The event with the usage, if it was asked for."""
         if not self._request.include_usage:
             return b""
-        return b"data: " + encode_json({**self._head(), "choices": [], "usage": usage(self._job)}) + b"\n\n"
+        return (
+            b"data: "
+            + encode_json({**self._head(), "choices": [], "usage": usage(self._job, self._tokenizer)})
+            + b"\n\n"
+        )
 
 
 def _reason(reason: str | None) -> str | None:
