@@ -228,7 +228,7 @@ class EngineLoop:
         return Stats(
             len(scheduler.running), len(scheduler.waiting), pool.num_held, pool.num_blocks, totals.steps,
             totals.prompt_tokens, totals.cached_tokens, totals.preemptions, totals.seconds_by_bound,
-            totals.steps_by_bound,
+            totals.steps_by_bound, totals.draft_tokens, totals.accepted_draft_tokens,
         )  # fmt: skip
 
 

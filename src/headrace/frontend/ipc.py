@@ -77,6 +77,8 @@ class Stats(msgspec.Struct, array_like=True, frozen=True):
     preemptions: int = 0
     seconds_by_bound: dict[str, float] = {}
     steps_by_bound: dict[str, int] = {}
+    draft_tokens: int = 0  # verified
+    accepted_draft_tokens: int = 0
 
 
 class News(msgspec.Struct, tag="news", array_like=True, frozen=True):

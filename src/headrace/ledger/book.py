@@ -35,6 +35,8 @@ class Totals:
     seconds: float = 0.0
     seconds_by_bound: dict[str, float] = field(default_factory=lambda: dict.fromkeys(BOUNDS, 0.0))
     steps_by_bound: dict[str, int] = field(default_factory=lambda: dict.fromkeys(BOUNDS, 0))
+    draft_tokens: int = 0  # verified; speculation
+    accepted_draft_tokens: int = 0
     preemptions: int = 0
     refusals: int = 0
     requests: int = 0  # ended

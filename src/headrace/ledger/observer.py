@@ -63,6 +63,10 @@ class LedgerObserver:
         step, began = self._open.pop(plan.step_id)
         step.num_output_tokens = sum(map(len, result.tokens))
         step.times, step.commit = result.times, seconds
+        drafted = int(plan.num_drafts.sum())
+        if drafted:
+            self.ledger.totals.draft_tokens += drafted
+            self.ledger.totals.accepted_draft_tokens += sum(result.num_accepted)
         decodes = step.num_prefill_tokens == 0 and step.num_decode_tokens == step.num_spans
         own = self.cost.predict_each(self._work, plan.spans, plan.yields, decodes)
         now = self._clock()

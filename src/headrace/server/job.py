@@ -75,6 +75,7 @@ class Job:
         self._streams: dict[str, tuple[int, ChoiceStream]] = {}  # core request -> (index of its prompt, its choice)
         self._choices: list[CompletionOutput] = []  # every candidate
         self._last: dict[str, float] = {}  # core request -> when its latest token came
+        self._first: dict[str, float] = {}  # core request -> when its first tokens came
         self._pending: dict[int, Delta] = {}
         self._wake = asyncio.Event()
         self._error: Exception | None = None
@@ -153,6 +154,9 @@ class Job:
         choice = stream.choice
         if choice.finish_reason is not None:
             del self._streams[output.request_id]
+            if len(choice.token_ids) > 1 and output.request_id in self._first:
+                spent = self._last[output.request_id] - self._first[output.request_id]
+                self._metrics.output_token.observe(spent / (len(choice.token_ids) - 1))
             if output.finish_reason is None:  # a stop string
                 self._client.abort([output.request_id], FinishReason.STOP)
             if choice.finish_reason == FinishReason.ERROR:
@@ -174,7 +178,9 @@ class Job:
         last = self._last.get(output.request_id)
         if not self._last:
             self._metrics.first_token.observe(now - self._arrived)
-        if last is not None:
+        if last is None:
+            self._first[output.request_id] = now
+        else:
             each = (now - last) / count
             for _ in range(count):
                 self._metrics.inter_token.observe(each)

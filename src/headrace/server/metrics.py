@@ -87,6 +87,8 @@ _TOTALS = {
     "prompt_tokens": "prompt tokens admitted, each once",
     "cached_tokens": "of them, those that the prefix cache had",
     "preemptions": "choices that gave up their memory and were computed again",
+    "draft_tokens": "tokens drafted by speculation and verified",
+    "accepted_draft_tokens": "of them, those that were right",
 }
 
 
@@ -108,6 +110,9 @@ class Metrics:
         self.generated_tokens = Counter("headrace_generated_tokens", "tokens generated", registry=self.registry)
         self.first_token = self._histogram("time_to_first_token", "from the request to its first token", _LONG)
         self.inter_token = self._histogram("inter_token", "between tokens of a choice", _SHORT)
+        self.output_token = self._histogram(
+            "time_per_output_token", "a token after the first, on average over a choice", _SHORT
+        )
         self.queue = self._histogram("queue", "that a choice waited to be admitted by the engine", _LONG)
         self.end_to_end = self._histogram("request", "from the request to its end", _LONG)
 
