@@ -47,6 +47,7 @@ RUNNING: dict[str, dict[str, Any]] = {
     "steps in flight": {"steps_in_flight": 3},
     "no prefix cache": {"prefix_caching": False},
     "priorities": {"scheduling": "priority"},
+    "latency objectives": {"itl_slo": 0.001, "ttft_slo": 0.5},
     "speculation": {"speculate": "ngram", "num_draft_tokens": 4},
     "automatic speculation": {"speculate": "ngram"},
 }

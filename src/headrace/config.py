@@ -13,8 +13,11 @@ from typing import Any, Literal
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
+DTYPES = ("bfloat16", "float16", "float32")
+
 _MOST = 2**31 - 1
 _MOST_BYTES = 2**60
+_MOST_SLO = 1e9  # milliseconds
 _RANGES = {
     "max_model_len": (2, _MOST),
     "max_num_seqs": (1, _MOST),
@@ -45,6 +48,12 @@ class EngineArgs:
         "arithmetic of quantised weights: exact (fp32), default (inputs as 16-bit integers where there are kernels) "
         "or auto (default)",
     )
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "where the model computes; auto: a GPU if one can be used")
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = option(
+        "auto", "numbers of weights and activations on a GPU; auto: bfloat16, or float32 in exact mode"
+    )
+    gpu_memory: str | int = option("90%", "GPU memory to use in all: bytes, 60GiB, or a share of what the GPU has")
+    cuda_graphs: bool = option(True, "on a GPU, run decode steps as CUDA graphs")
     max_model_len: int | None = option(None, "longest prompt and output together, in tokens")
     max_num_seqs: int | None = option(None, "most requests running at once")
     max_num_batched_tokens: int | None = option(None, "most tokens in one step; longer prompts are cut into chunks")
@@ -57,6 +66,12 @@ class EngineArgs:
     speculate: Literal["off", "ngram"] = option("off", "draft tokens and verify them together: ngram looks the text up")
     num_draft_tokens: int | None = option(None, "verify always so many drafts; none: as many as the cost model advises")
     steps_in_flight: int | None = option(None, "steps started before the first one's result is read (1 to 3)")
+    ttft_slo: float | None = option(
+        None, "milliseconds within which first tokens should come; a prompt that would be late gets larger chunks"
+    )
+    itl_slo: float | None = option(
+        None, "milliseconds that a running request should wait for its next token; bounds chunks and admissions"
+    )
     ledger: bool = option(True, "record each step: what it did, what bound it, what was refused")
 
     @classmethod
@@ -77,7 +92,7 @@ class EngineArgs:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
                 raise ConfigError(f"{name} must be a string that is not empty, not {_shown(value)}")
-        for name in ("prefix_caching", "ledger"):
+        for name in ("prefix_caching", "ledger", "cuda_graphs"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, not {_shown(getattr(self, name))}")
         for name, (low, high) in _RANGES.items():
@@ -87,12 +102,22 @@ class EngineArgs:
             above = isinstance(value, int) and value > high
             span = f"from {low} to {high}" if above or high < _MOST else f"of at least {low}"
             raise ConfigError(f"{name} must be an integer {span}, not {_shown(value)}")
+        for name in ("ttft_slo", "itl_slo"):
+            value = getattr(self, name)
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if value is not None and not (number and 0 < value <= _MOST_SLO):
+                raise ConfigError(f"{name} must be milliseconds above 0, at most {_MOST_SLO:g}, not {_shown(value)}")
+            if value is not None and not self.ledger:
+                raise ConfigError(f"{name} needs the cost model that the ledger teaches; leave out ledger=False")
         if self.kv_cache is not None:
             parse_bytes(self.kv_cache, 1 << 60, "kv_cache")  # what is wrong with it is said before a model is loaded
+        parse_bytes(self.gpu_memory, 1 << 60, "gpu_memory")
         if self.num_draft_tokens is not None and self.speculate == "off":
             raise ConfigError("num_draft_tokens needs a way to draft; give speculate=ngram too")
         for name, allowed in (
             ("mode", ("auto", "default", "exact")),
+            ("device", ("auto", "cpu", "cuda")),
+            ("dtype", ("auto", *DTYPES)),
             ("scheduling", ("fcfs", "priority")),
             ("speculate", ("off", "ngram")),
         ):
@@ -119,6 +144,11 @@ class EngineConfig:
     steps_in_flight: int
     ledger: bool
     num_threads: int
+    device: str = "cpu"
+    dtype: str = "float32"
+    graphs: bool = False
+    ttft_slo: float | None = None  # seconds
+    itl_slo: float | None = None  # seconds
 
 
 def parse_bytes(text: str | int, whole: int, name: str) -> int:

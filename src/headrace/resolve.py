@@ -14,6 +14,7 @@ from headrace.models.spec import ModelSpec
 
 _DEFAULT_SEQS = 64
 _DEFAULT_BUDGET = 256
+_PACED_BUDGET = 1024  # where the cost model chooses the size of chunks
 _DEFAULT_LEN = 8192
 _DEFAULT_BLOCK = 16
 _KV_SHARE = 0.3
@@ -83,8 +84,10 @@ def resolve(args: EngineArgs, spec: ModelSpec, facts: CpuFacts) -> tuple[EngineC
     budget = choose(
         "max_num_batched_tokens",
         args.max_num_batched_tokens,
-        max(_DEFAULT_BUDGET, seqs),
-        "a chunk of prompt this long delays running requests by well under a second",
+        max(_DEFAULT_BUDGET if args.itl_slo is None else _PACED_BUDGET, seqs),
+        "a chunk of prompt this long delays running requests by well under a second"
+        if args.itl_slo is None
+        else f"chunks are as long as itl_slo {args.itl_slo:g} ms allows, and at most this",
     )
     if budget < seqs:
         raise ConfigError(f"max_num_batched_tokens ({budget}) must be at least max_num_seqs ({seqs})")
@@ -151,5 +154,7 @@ def resolve(args: EngineArgs, spec: ModelSpec, facts: CpuFacts) -> tuple[EngineC
         steps_in_flight=depth,
         ledger=args.ledger,
         num_threads=threads,
+        ttft_slo=None if args.ttft_slo is None else args.ttft_slo / 1e3,
+        itl_slo=None if args.itl_slo is None else args.itl_slo / 1e3,
     )
     return config, layout, choices

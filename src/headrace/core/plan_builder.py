@@ -39,6 +39,7 @@ class StepTrace:
     num_running: int = 0
     num_waiting: int = 0
     refusals: list[str] = field(default_factory=list)
+    decisions: list[tuple[str, str, str]] = field(default_factory=list)  # (what, chosen, reason)
     preempted: list[str] = field(default_factory=list)
     prefixes: list[PrefixUse] = field(default_factory=list)  # of the requests admitted for the first time
 

@@ -2,7 +2,7 @@
 
 A preempted request keeps its arrival, so it comes back before everything younger: no storms. A priority is a head
 start: each step down stands for PATIENCE seconds of waiting, so whoever waits long enough comes before newcomers of any
-class, and nobody starves.
+class, and nobody starves. Batch work stands BATCH_PATIENCE behind in the same way, whatever the policy.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from headrace.core.request import Request
 
 PATIENCE = 30.0  # seconds that one step of priority is worth
+BATCH_PATIENCE = 60.0  # seconds of waiting for which batch work lets interactive requests go before it
 
 
 class RequestQueue:
@@ -27,7 +28,10 @@ class RequestQueue:
 
     def key(self, request: Request) -> tuple[float, int]:
         """Smaller is served first, and preempted last; no two requests have the same."""
-        return (request.arrival + request.priority * PATIENCE if self._by_priority else 0.0, request.order)
+        behind = BATCH_PATIENCE if request.batch else 0.0
+        if self._by_priority:
+            behind += request.priority * PATIENCE
+        return (request.arrival + behind, request.order)
 
     def push(self, request: Request) -> None:
         self._members[request.id] = request
@@ -50,6 +54,10 @@ class RequestQueue:
     def remove(self, request_id: str) -> Request | None:
         """Take a request out wherever it stands."""
         return self._members.pop(request_id, None)
+
+    def __iter__(self) -> Iterator[Request]:
+        """Every waiting request, in no order."""
+        return iter(self._members.values())
 
     def in_order(self) -> Iterator[Request]:
         """Every waiting request, next first; O(n log n), for explanations."""

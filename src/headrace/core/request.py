@@ -47,6 +47,7 @@ class Request:
     seed: int = 0  # resolved
     choice: int = 0
     priority: int = 0  # lower is served first
+    batch: bool = False  # nobody waits for its tokens as they come: it gives way to those that somebody waits for
     bad_words: BadWords | None = None  # resolved from params.bad_words
     cache_salt: str | None = None  # prefixes are shared within a salt only
     adapter: str | None = None  # and within an adapter

@@ -3,7 +3,8 @@
 In one sentence: every running request that is ready to decode gets its token first; what is left of the token budget
 goes to prompts, a quarter of it to those with the least left so that they need not wait behind long ones, the rest by
 age; requests are admitted by age while rows and blocks last, and when blocks run out the youngest is preempted and
-recomputed later.
+recomputed later. A policy may ask for less (core/pacing.py). Batch work gives its place to a request that somebody
+waits for, unless it is older by BATCH_PATIENCE (core/queue.py).
 
 Memory cannot deadlock: a request that the whole pool could not hold is refused at once, and the oldest request can
 always take the blocks of the younger ones.
@@ -11,12 +12,14 @@ always take the blocks of the younger ones.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterable
 
 from headrace.core.beam import BeamGroup, regroup
 from headrace.core.drafting import DraftPolicy, NoDrafts
 from headrace.core.kv_manager import NO_HIT, KVCacheManager, PrefixHit
+from headrace.core.pacing import NoPacing, Pacing
 from headrace.core.plan import Admit, Fork, NewBlocks, StepPlan, StepResult, TokenLogprobs
 from headrace.core.plan_builder import PlanBuilder, PrefixUse, SchedulerLimits, StepTrace
 from headrace.core.queue import RequestQueue
@@ -38,7 +41,13 @@ def _logprobs(
 class Scheduler:
     """add() and abort() at any time; schedule() makes a plan, commit() takes its result, in the same order."""
 
-    def __init__(self, limits: SchedulerLimits, kv: KVCacheManager, drafting: DraftPolicy | None = None):
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        kv: KVCacheManager,
+        drafting: DraftPolicy | None = None,
+        pacing: Pacing | None = None,
+    ):
         if limits.max_num_batched_tokens < limits.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens ({limits.max_num_batched_tokens}) must be at least max_num_seqs "
@@ -47,6 +56,7 @@ class Scheduler:
         self.limits = limits
         self.kv = kv
         self.drafting: DraftPolicy = drafting or NoDrafts()
+        self.pacing: Pacing = pacing or NoPacing()
         self.waiting = RequestQueue(limits.policy)
         self.running: list[Request] = []  # oldest first
         self.trace = StepTrace()
@@ -57,6 +67,7 @@ class Scheduler:
         self._followers: dict[str, list[Request]] = {}  # requests that wait for a leader's prompt to be computed
         self._forks: list[Fork] = []  # to be told in the next plan, with the blocks that come of them
         self._fork_blocks: list[NewBlocks] = []
+        self._blocked: Request | None = None  # the request that the last step could not admit
         self._next_step = 0
         self._committed = -1
 
@@ -119,6 +130,10 @@ class Scheduler:
     def num_in_flight(self) -> int:
         return len(self._in_flight)
 
+    def backlog(self) -> float:
+        """Predicted seconds until all prompts known now have been run; 0 where no policy predicts."""
+        return self.pacing.backlog(itertools.chain(self.running, self.waiting))
+
     # -- making a plan
 
     def schedule(self) -> StepPlan:
@@ -126,7 +141,9 @@ class Scheduler:
         self.kv.pool.settle(self._committed)
         self.trace = StepTrace()
         plan = PlanBuilder(self._next_step, self.limits.max_num_batched_tokens)
+        self._displace()
         self._schedule_decodes(plan)
+        self._pace(plan)
         self._admit(plan)
         self._schedule_prefills(plan)
         self.trace.num_running, self.trace.num_waiting = len(self.running), len(self.waiting)
@@ -187,6 +204,26 @@ class Scheduler:
         plan.add(request, 1 + depth, depth, True)
         return True
 
+    def _displace(self) -> None:
+        """Take the youngest batch work off the table for a request that somebody waits for and that found no room."""
+        request, self._blocked = self._blocked, None
+        if request is None or request.batch or self.waiting.peek() is not request:
+            return
+        younger = (r for r in reversed(self.running) if r.batch and self._age(r) > self._age(request))
+        victim = next(younger, None)
+        if victim is not None:
+            self._preempt(victim)
+            self.trace.decisions.append(("preempt", victim.id, f"batch work; {request.id} waits for its place"))
+
+    def _pace(self, plan: PlanBuilder) -> None:
+        """Leave as much of the budget to prompts as the policy says."""
+        prompt = next((r for r in plan.prefilling if r.row >= 0), None) or self.waiting.peek()
+        if prompt is not None and plan.budget > 0:
+            budget, reason = self.pacing.prompt_tokens(plan.spans, plan.budget, prompt)
+            plan.budget = max(1, min(budget, plan.budget))
+            if reason:
+                self.trace.decisions.append(("prompt tokens", str(plan.budget), reason))
+
     def _make_room(self, request: Request, num_tokens: int, plan: PlanBuilder) -> bool:
         """Blocks for the first `num_tokens` tokens, preempting the youngest others; False if it must wait."""
         while True:
@@ -223,7 +260,13 @@ class Scheduler:
         promised = sum(self.kv.promised(r) for r in prefilling)
         while demand < plan.budget and (request := self.waiting.peek()) is not None:
             entering = [request] if request.beam is None else request.beam.members
+            held_back = self.pacing.holds_back(self.running, request) if self.running else ""
+            if held_back:
+                self.trace.refusals.append(f"request {request.id} not admitted: {held_back}")
+                self._blocked = request
+                return
             if len(self._free_rows) < len(entering):
+                self._blocked = request
                 self.trace.refusals.append(f"request {request.id} not admitted: all rows are taken (max_num_seqs)")
                 return
             hits = [self._find_prefix(each) for each in entering]
@@ -234,6 +277,7 @@ class Scheduler:
             )
             free, spare = self.kv.pool.num_free, len(self.running)  # one block for each that is growing already
             if need + promised + spare > free and self.running:
+                self._blocked = request
                 self.trace.refusals.append(
                     f"request {request.id} not admitted: needs {need} blocks, {free} free of which {promised} are "
                     f"promised to prompts in progress and {spare} kept for running requests to grow"

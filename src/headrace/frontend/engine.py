@@ -10,10 +10,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from headrace.autopilot.depth import AutoDepth
+from headrace.autopilot.slo import SloPacing
 from headrace.config import EngineArgs
 from headrace.core.drafting import DraftPolicy, FixedDepth, NoDrafts
 from headrace.core.kv_manager import KVCacheManager
 from headrace.core.loop import EngineCore, NullObserver, StepObserver
+from headrace.core.pacing import NoPacing, Pacing
 from headrace.core.plan_builder import SchedulerLimits
 from headrace.core.request import FinishReason, RequestError, TokenOutput
 from headrace.core.scheduler import Scheduler
@@ -80,7 +82,7 @@ class Engine:
             self.config.scheduling,
         )
         kv = KVCacheManager(layout, self.config.prefix_caching)
-        scheduler = Scheduler(limits, kv, self._draft_policy(work))
+        scheduler = Scheduler(limits, kv, self._draft_policy(work), self._pacing(work))
         observer: StepObserver = self._observer or NullObserver()
         self._core = EngineCore(scheduler, self._executor, self.config.steps_in_flight, observer)
         self._streams: dict[str, ChoiceStream] = {}  # core request id -> its choice
@@ -93,6 +95,11 @@ class Engine:
         if self.config.fixed_depth or not self.config.ledger:  # without a ledger no cost is learnt
             return FixedDepth(self.config.max_draft_tokens)
         return AutoDepth(self.cost, work, self.config.max_draft_tokens)
+
+    def _pacing(self, work: WorkModel) -> Pacing:
+        if self.config.itl_slo is None and self.config.ttft_slo is None:
+            return NoPacing()
+        return SloPacing(self.cost, work, itl=self.config.itl_slo, ttft=self.config.ttft_slo)
 
     @property
     def default_params(self) -> SamplingParams:

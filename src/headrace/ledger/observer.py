@@ -54,6 +54,8 @@ class LedgerObserver:
         step.num_rows, step.num_waiting = trace.num_running, trace.num_waiting
         step.blocks_free, step.blocks_total = pool.num_free, pool.num_blocks
         step.refusals, step.preempted, step.prefixes = trace.refusals, trace.preempted, trace.prefixes
+        for what, chosen, reason in trace.decisions:
+            step.decide(what, chosen, (), reason)
         step.work = self._work.of_plan(plan)
         step.predicted = self.cost.predict(step.work)
         step.schedule = seconds
