@@ -62,15 +62,15 @@ Tokens16 quantized_tokens(const float* x, ptrdiff_t x_stride, int tokens, int k)
   thread_local std::vector<float> memory;
   const size_t blocks = static_cast<size_t>(k) / kBlock, scales = (static_cast<size_t>(k) + 255) / 256;
   const size_t count = static_cast<size_t>(tokens);
-  const size_t needed = count * (static_cast<size_t>(k) / 2 + blocks + scales);
+  const size_t needed = count * (static_cast<size_t>(k) / 2 + 4 * blocks + scales);
   if (memory.size() < needed) memory.resize(needed);
   Tokens16 out;
   out.q = reinterpret_cast<int16_t*>(memory.data());
   out.sums = memory.data() + count * static_cast<size_t>(k) / 2;
-  out.scales = out.sums + count * blocks;
-  ranges(tokens, static_cast<int64_t>(tokens) * k, [&](int64_t first, int64_t last) {
+  out.scales = out.sums + count * blocks * 4;
+  ranges(tokens, static_cast<int64_t>(tokens) * k * 4, [&](int64_t first, int64_t last) {
     for (int64_t t = first; t < last; ++t)
-      kernels->quantize16(x + t * x_stride, k, out.q + t * k, out.sums + t * static_cast<int64_t>(blocks),
+      kernels->quantize16(x + t * x_stride, k, out.q + t * k, out.sums + t * static_cast<int64_t>(blocks) * 4,
                           out.scales + t * static_cast<int64_t>(scales));
   });
   return out;

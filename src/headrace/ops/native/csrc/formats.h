@@ -10,10 +10,6 @@ constexpr int P = kPanel / W;  // vectors in a panel
 INLINE int group_of(int p) { return p * W / 16; }    // group of 16 outputs that vector p of a panel lies in
 INLINE int within(int p) { return p * W % 16 * 4; }  // bytes from the start of the group's words
 
-// Bit of k (0 .. 31) in a word of fifth bits; of k (0 .. 15) in a word of pairs of high bits. See kernels.h.
-INLINE int bit_of(int k) { return upper_of(k) * 16 + pair_of(k); }
-INLINE int two_bits_of(int k) { return upper_of(k) * 16 + 2 * pair_of(k); }
-
 // Shift that brings nibble k (0 .. 7) of a word down; see kernels.h for the order.
 INLINE int nibble_shift(int k) { return 4 * (2 * (k & 3) + (k >> 2)); }
 

@@ -9,8 +9,8 @@
 //                 nibbles 0, 2, 4, 6 are k = 8z .. 8z+3 and 1, 3, 5, 7 are k = 8z+4 .. 8z+7. Two masks make bytes of
 //                 it; shifted by 4j and masked it is four pairs of 16-bit numbers, k = 8z + (0,2), (4,6), (1,3), (5,7)
 //   bytes 1024    (Q8_0) group g, word z of 8, output n: four bytes, k = 4z .. 4z+3, stored as q + 128
-//   high 128      (Q5_*) a uint32 per output; pair j of word z has its bits at 4z + j and 16 + 4z + j
-//   high 256      (Q6_K) a uint32 per output for words 0 and 1, one for 2 and 3; two bits each at 8(z % 2) + 2j (+ 16)
+//   high 128      (Q5_*) a uint32 per output: the bit of k at 8 (k % 4) + k / 4
+//   high 256      (Q6_K) a uint32 per output for k < 16 and one for the rest: two bits at 8 (k % 4) + 2 (k % 16 / 4)
 //   scales        fp16 d [32], then fp16 m [32] where the format has one: w = q * d + m
 //   K formats     a header every 8 blocks (fp16 D [32], fp16 DM [32]) and byte scales in each block
 //
@@ -50,12 +50,14 @@ inline size_t panel_bytes(int format, int k) {
   return blocks * info.block_bytes + (blocks + kSuper - 1) / kSuper * info.header_bytes;
 }
 
-// Tokens as 16-bit integers: x = q * scale, one scale for 256 k. The k of a block are in the order of its pairs.
+// Tokens as 16-bit integers: x = q * scale, one scale for 256 k. In what order the q of a block lie, and which exact
+// sums of them are kept, is the path's own affair.
 struct Tokens16 {
-  int16_t* q;    // [tokens][k]
-  float* sums;   // [tokens][k / 32]: sum of a block's q, exact
-  float* scales; // [tokens][blocks of 256]
+  int16_t* q;     // [tokens][k]
+  float* sums;    // memory for four words a block of 32 k
+  float* scales;  // [tokens][blocks of 256]
 };
+constexpr float kLargest16 = 32639.0f;  // of a q: its two bytes are -127 .. 127 and -128 .. 127
 
 // One panel times `tokens` rows of x. `out` points at the panel's first output; `valid` of its 32 outputs exist.
 struct PanelJob {
@@ -70,9 +72,9 @@ struct PanelJob {
   Tokens16 x16;       // for linear16_panel, in place of x
 };
 
-// Place of k (0 .. 31) among a block's pairs: pair 0 .. 15, and whether it is the upper one of the two.
-constexpr int pair_of(int k) { return k / 8 * 4 + (k & 1) * 2 + (k >> 2 & 1); }
-constexpr int upper_of(int k) { return k >> 1 & 1; }
+// Place of the high bits of k (0 .. 31; two bits: 0 .. 15) in their uint32.
+constexpr int bit_of(int k) { return 8 * (k % 4) + k / 4; }
+constexpr int two_bits_of(int k) { return 8 * (k % 4) + k / 4 * 2; }
 
 // Queries [first, first + count) of one span for one key/value head.
 struct AttentionItem {

@@ -1,8 +1,8 @@
-// A panel of quantised weights times some tokens in 16-bit integers: the arithmetic of the default mode. Included inside
-// a code path's namespace.
+// A panel of quantised weights times some tokens in 16-bit integers: the arithmetic of the default mode, here with
+// products of pairs (planes.h: of bytes). Included inside a code path's namespace.
 //
 // A token's inputs are rounded to 16-bit integers under one scale for 256 k (relative to the largest of them, 2^-16), a
-// block of 32 products is summed exactly in 32 bits (15 * 32767 * 32 and 128 * 32767 * 32 both fit), and a block's sum is
+// block of 32 products is summed exactly in 32 bits (15 * 32639 * 32 and 128 * 32639 * 32 both fit), and a block's sum is
 // scaled and added in float32:
 //
 //   part = fma(d, sum of q_w * q_x, part);  part = fma(m, sum of q_x, part)     each block of 32 (Q6_K: of 16) k
@@ -22,7 +22,7 @@ struct NibblePairs {
   INLINE static i pair(const Decoder& decoder, int z, int j, int p) {
     const i low = and_word(shift_right(decoder.w[p], 4 * j), 0x000F000F);
     if (!kHigh) return low;
-    return or_words(low, shift_left(and_word(shift_right(decoder.high[p], 4 * z + j), 0x00010001), 4));
+    return or_words(low, shift_left(and_word(shift_right(decoder.high[p], 8 * (j / 2) + 2 * z + j % 2), 0x00010001), 4));
   }
 };
 template <bool kHigh, bool kSymmetric>
@@ -37,7 +37,7 @@ struct Pairs<SixBits> {
   INLINE static void word(SixBits& decoder, int z) { decoder.word(z); }
   INLINE static i pair(const SixBits& decoder, int z, int j, int p) {
     const i low = and_word(shift_right(decoder.w[p], 4 * j), 0x000F000F);
-    const i high = shift_left(and_word(shift_right(decoder.high[p], 8 * (z % 2) + 2 * j), 0x00030003), 4);
+    const i high = shift_left(and_word(shift_right(decoder.high[p], 8 * (j / 2) + 4 * (z % 2) + 2 * (j % 2)), 0x00030003), 4);
     return sub16(or_words(low, high), 0x00200020);
   }
 };
@@ -54,21 +54,12 @@ struct Pairs<Bytes> {
   }
 };
 
-// Rounds a token to 16-bit integers.
+// Rounds a token to 16-bit integers, in the order of pairs.
 static void quantize16(const float* x, int k, int16_t* q, float* sums, float* scales) {
   for (int start = 0; start < k; start += kBlock * kSuper) {
     const int count = k - start < kBlock * kSuper ? k - start : kBlock * kSuper;
-    f most = zero(), poison = zero();  // poison: 0, or NaN where an input is not finite
-    for (int e = 0; e < count; e += W) {
-      const f value = load(x + start + e);
-      most = max(max(value, sub(zero(), value)), most);
-      poison = fma(value, zero(), poison);
-    }
-    const float largest = reduce_max(most);
-    // a scale too small to be inverted is as good as none; one that is not finite makes the token's results NaN
-    const bool finite = reduce_add(poison) == 0.0f, none = largest < 1e-30f;
-    const float inverse = !finite || none ? 0.0f : 32767.0f / largest;
-    *scales++ = !finite ? __builtin_nanf("") : none ? 0.0f : largest / 32767.0f;
+    float inverse;
+    const bool finite = scale16(x + start, count, scales++, &inverse);
     for (int block = start; block < start + count; block += kBlock) {
       i sum = zero_words();
       for (int e = 0; e < kBlock; e += W) {
@@ -90,7 +81,7 @@ struct Rows16 {
     for (int t = 0; t < kTokens; ++t) {
       const ptrdiff_t token = first + t;
       q[t] = job.x16.q + token * job.k + k0;
-      sums[t] = job.x16.sums + token * (job.k / kBlock) + k0 / kBlock;
+      sums[t] = job.x16.sums + token * (job.k / kBlock) * 4 + k0 / kBlock;
       scales[t] = job.x16.scales + token * ((job.k + 255) / 256) + k0 / 256;
     }
   }
@@ -278,7 +269,7 @@ static void linear16_panel(const PanelJob& whole) {
     PanelJob job = whole;
     job.tokens = whole.tokens - start < kMaxPass ? whole.tokens - start : kMaxPass;
     job.x16.q += static_cast<ptrdiff_t>(start) * job.k;
-    job.x16.sums += static_cast<ptrdiff_t>(start) * (job.k / kBlock);
+    job.x16.sums += static_cast<ptrdiff_t>(start) * (job.k / kBlock) * 4;
     job.x16.scales += static_cast<ptrdiff_t>(start) * ((job.k + 255) / 256);
     job.out += start * job.out_stride;
     const Stretch16 stretch{reinterpret_cast<uint8_t*>(job.scratch), job.scratch + kSuper * 16 * kPanel,

@@ -120,14 +120,14 @@ void write_block(int format, const Elements& e, int output, uint8_t* block, uint
   uint8_t* scales = block + 512;
   if (format == Q5_0 || format == Q5_1 || format == Q5_K) {
     uint32_t bits = 0;
-    for (int k = 0; k < kBlock; ++k) bits |= static_cast<uint32_t>(e.q[k] >> 4) << (16 * upper_of(k) + pair_of(k));
+    for (int k = 0; k < kBlock; ++k) bits |= static_cast<uint32_t>(e.q[k] >> 4) << bit_of(k);
     write32(block + 512 + 4 * output, bits);
     scales += 128;
   }
   if (format == Q6_K) {
     for (int half = 0; half < 2; ++half) {
       uint32_t bits = 0;
-      for (int k = 0; k < 16; ++k) bits |= static_cast<uint32_t>(e.q[16 * half + k] >> 4) << (16 * upper_of(k) + 2 * pair_of(k));
+      for (int k = 0; k < 16; ++k) bits |= static_cast<uint32_t>(e.q[16 * half + k] >> 4) << two_bits_of(k);
       write32(block + 512 + half * 128 + 4 * output, bits);
       block[768 + half * 32 + output] = e.sc[half];
     }
@@ -240,9 +240,9 @@ void unpack_row(int format, const uint8_t* matrix, int k, int row, float* out) {
       for (int e = 0; e < kBlock; ++e) {
         const uint32_t word = read32(at + ((output / 16 * 4 + e / 8) * 16 + output % 16) * 4);
         int q = static_cast<int>(word >> 4 * (2 * (e & 3) + (e >> 2 & 1)) & 15);
-        if (five) q |= static_cast<int>(bits >> (16 * upper_of(e) + pair_of(e)) & 1) << 4;
+        if (five) q |= static_cast<int>(bits >> bit_of(e) & 1) << 4;
         if (format == Q6_K) {
-          q |= static_cast<int>((e < 16 ? bits : more) >> (16 * upper_of(e) + 2 * pair_of(e % 16)) & 3) << 4;
+          q |= static_cast<int>((e < 16 ? bits : more) >> two_bits_of(e % 16) & 3) << 4;
           q -= 32;
           d = big * static_cast<float>(static_cast<int8_t>(at[768 + e / 16 * 32 + output]));
         }

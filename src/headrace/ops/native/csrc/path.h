@@ -17,7 +17,9 @@ namespace {
 #include HEADRACE_VECTOR
 #include "formats.h"
 #include "linear.h"
-#ifdef HEADRACE_HAS_DOT16
+#if defined(HEADRACE_HAS_DOT8)
+#include "planes.h"
+#elif defined(HEADRACE_HAS_DOT16)
 #include "linear16.h"
 #endif
 #include "pointwise.h"
@@ -30,7 +32,11 @@ const Kernels* kernels(const char* name) {
   table.name = name;
   table.linear_panel = linear_panel;
   table.linear_scratch = linear_scratch;
-#ifdef HEADRACE_HAS_DOT16
+#if defined(HEADRACE_HAS_DOT8)
+  kPlanes.fill();
+  table.linear16_panel = planes_panel;
+  table.quantize16 = quantize_planes;
+#elif defined(HEADRACE_HAS_DOT16)
   kLinear16.fill();
   table.linear16_panel = linear16_panel;
   table.quantize16 = quantize16;

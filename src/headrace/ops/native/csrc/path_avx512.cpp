@@ -3,7 +3,7 @@
     defined(__AVX512VNNI__)
 #define HEADRACE_PATH avx512
 #define HEADRACE_VECTOR "vec_avx512.h"
-#define HEADRACE_HAS_DOT16
+#define HEADRACE_HAS_DOT8
 #include "path.h"
 const headrace::Kernels* headrace::avx512_kernels() { return avx512::kernels("avx512"); }
 #else

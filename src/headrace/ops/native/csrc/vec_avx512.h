@@ -61,30 +61,26 @@ INLINE f byte(i w, int index) {
 }
 INLINE void prefetch(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
 
-// Sixteen-bit products: words are pairs of int16.
-constexpr int kMaxDirect16 = 6, kMaxTokens16 = 4;
-constexpr int kUnpackFrom16 = 25;  // tokens from which unpacking once for all of them pays
+// Products of unsigned and signed bytes, four to a word.
 INLINE i zero_words() { return _mm512_setzero_si512(); }
+INLINE i words_everywhere(int32_t v) { return _mm512_set1_epi32(v); }
+INLINE i quad_everywhere(const int8_t* p) {
+  int32_t quad;
+  __builtin_memcpy(&quad, p, 4);
+  return _mm512_set1_epi32(quad);
+}
+INLINE i word_everywhere(const float* p) { return _mm512_castps_si512(_mm512_set1_ps(*p)); }
+INLINE i dot8(i sum, i a, i b) { return _mm512_dpbusd_epi32(sum, a, b); }
 INLINE i shift_right(i w, int count) { return _mm512_srli_epi32(w, count); }
+INLINE i shift_right_signed(i w, int count) { return _mm512_srai_epi32(w, count); }
 INLINE i shift_left(i w, int count) { return _mm512_slli_epi32(w, count); }
 INLINE i and_word(i w, int mask) { return _mm512_and_si512(w, _mm512_set1_epi32(mask)); }
 INLINE i or_words(i a, i b) { return _mm512_or_si512(a, b); }
-INLINE i sub16(i w, int pair) { return _mm512_sub_epi16(w, _mm512_set1_epi32(pair)); }
-INLINE i low_bytes(i w) { return _mm512_srai_epi16(_mm512_slli_epi16(w, 8), 8); }
-INLINE i high_bytes(i w) { return _mm512_srai_epi16(w, 8); }
-INLINE i pair_everywhere(const int16_t* p) {
-  int32_t pair;
-  __builtin_memcpy(&pair, p, 4);
-  return _mm512_set1_epi32(pair);
-}
-INLINE i dot16(i sum, i a, i b) { return _mm512_dpwssd_epi32(sum, a, b); }
+INLINE i add_words(i a, i b) { return _mm512_add_epi32(a, b); }
+INLINE i sub_words(i a, i b) { return _mm512_sub_epi32(a, b); }
+INLINE int32_t reduce_add_words(i w) { return _mm512_reduce_add_epi32(w); }
 INLINE f to_floats(i w) { return _mm512_cvtepi32_ps(w); }
 INLINE i round_words(f v) { return _mm512_cvtps_epi32(v); }
-INLINE i add_words(i a, i b) { return _mm512_add_epi32(a, b); }
-// W words as int16 in the order of pairs (kernels.h): 0, 2, 4, 6, 1, 3, 5, 7 of each eight
-INLINE void store_in_pairs(int16_t* p, i w) {
-  const i order = _mm512_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
-  const __m256i narrow = _mm512_cvtepi32_epi16(_mm512_permutexvar_epi32(order, w));
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow);
+INLINE void store_bytes(uint8_t* p, i w) {  // the lowest byte of each word
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(w));
 }
-INLINE void store_words(int32_t* p, i w) { _mm512_storeu_si512(p, w); }

@@ -1,0 +1,252 @@
+// A panel of quantised weights times some tokens in 16-bit integers, for processors whose dot products take bytes: the
+// arithmetic of linear16.h, with the same bits. Included inside a code path's namespace.
+//
+// An input q is 256 * high + low, two signed bytes, and a weight is an unsigned byte (less a constant, which is taken
+// off by the sum of the inputs). Four products are summed into 32 bits at once, so two planes cost what 16-bit products
+// of pairs cost, but bytes come out of packed words with half the work. All 32 k of a block for all 32 outputs fit
+// half of the registers: they are unpacked once for as many tokens as there are, which go by in groups of four.
+
+template <class Decoder>
+struct Planes;  // unpack(decoder, w): bytes of quad q (k = 4q .. 4q+3) for 16 outputs each
+
+template <bool kHigh, class Decoder>
+struct NibblePlanes {
+  static constexpr bool kHasMin = true;
+  static constexpr int kScales = 1, kOffset = 0;
+  INLINE static void unpack(const Decoder& decoder, i (*w)[8]) {
+    for (int p = 0; p < P; ++p) {
+#pragma GCC unroll 4
+      for (int z = 0; z < 4; ++z) {
+        const i word = words(decoder.at + (p * 4 + z) * 64);
+        w[p][2 * z] = and_word(word, 0x0F0F0F0F);
+        w[p][2 * z + 1] = and_word(shift_right(word, 4), 0x0F0F0F0F);
+      }
+      if (kHigh) {
+#pragma GCC unroll 8
+        for (int q = 0; q < 8; ++q) {
+          const i bits = q < 4 ? shift_left(decoder.high[p], 4 - q) : shift_right(decoder.high[p], q - 4);
+          w[p][q] = or_words(w[p][q], and_word(bits, 0x10101010));
+        }
+      }
+    }
+  }
+};
+template <bool kHigh, bool kSymmetric>
+struct Planes<Nibbles<kHigh, kSymmetric>> : NibblePlanes<kHigh, Nibbles<kHigh, kSymmetric>> {};
+template <bool kHigh>
+struct Planes<NibblesK<kHigh>> : NibblePlanes<kHigh, NibblesK<kHigh>> {};
+
+template <>
+struct Planes<SixBits> {
+  static constexpr bool kHasMin = false;
+  static constexpr int kScales = 2, kOffset = 32;
+  INLINE static void unpack(const SixBits& decoder, i (*w)[8]) {
+    for (int p = 0; p < P; ++p)
+#pragma GCC unroll 4
+      for (int z = 0; z < 4; ++z) {
+        const i word = words(decoder.at + (p * 4 + z) * 64);
+        const i bits = words(decoder.at + 512 + z / 2 * 128 + p * 64);
+        const i first = z % 2 ? bits : shift_left(bits, 4), second = z % 2 ? shift_right(bits, 2) : shift_left(bits, 2);
+        w[p][2 * z] = or_words(and_word(word, 0x0F0F0F0F), and_word(first, 0x30303030));
+        w[p][2 * z + 1] = or_words(and_word(shift_right(word, 4), 0x0F0F0F0F), and_word(second, 0x30303030));
+      }
+  }
+};
+
+template <>
+struct Planes<Bytes> {
+  static constexpr bool kHasMin = false;
+  static constexpr int kScales = 1, kOffset = 128;
+  INLINE static void unpack(const Bytes& decoder, i (*w)[8]) {
+    for (int p = 0; p < P; ++p)
+      for (int q = 0; q < 8; ++q) w[p][q] = words(decoder.at + (p * 8 + q) * 64);
+  }
+};
+
+// One block in registers. d: of each of the block's scales.
+template <class Plane>
+struct PlaneBlock {
+  i w[P][8];
+  f d[Plane::kScales][P], m[P];
+};
+
+template <int kFormat>
+INLINE const uint8_t* open_planes(const uint8_t* weights, typename DecoderOf<kFormat>::type& decoder,
+                                  PlaneBlock<Planes<typename DecoderOf<kFormat>::type>>& block) {
+  using Plane = Planes<typename DecoderOf<kFormat>::type>;
+  constexpr FormatInfo info = kFormats[kFormat];
+  for (int line = 0; line < info.block_bytes; line += 64) prefetch(weights + kPrefetch + line);
+  decoder.open(weights);
+  Plane::unpack(decoder, block.w);
+  for (int p = 0; p < P; ++p) block.d[0][p] = decoder.d[p];
+  if constexpr (Plane::kScales == 2) {
+    decoder.open_half(1);
+    for (int p = 0; p < P; ++p) block.d[1][p] = decoder.d[p];
+  }
+  if constexpr (Plane::kHasMin)
+    for (int p = 0; p < P; ++p) block.m[p] = decoder.m[p];
+  return weights + info.block_bytes;
+}
+
+// What a group of tokens reads: its planes [blocks][64], and four words of a block: what a weight's offset adds to the
+// first half (times 32, a whole number), to the second half, to both (times 128), and the sum of all q as a float32.
+struct PlaneInputs {
+  const int8_t* q;
+  const float* sums;
+  ptrdiff_t q_stride, sums_stride;  // from token to token
+};
+
+// Adds a block's products to the parts of kTokens tokens [tokens][32], which begin with the stretch's first block; block
+// number `at` of the inputs.
+template <class Plane, bool kFirst, int kTokens>
+INLINE void add_block(const PlaneBlock<Plane>& block, const PlaneInputs& in, int at, float* parts) {
+  constexpr bool kApart = kTokens <= 2;  // few chains of sums: twice as many, since their latency would show
+  constexpr int kQuads = 8 / Plane::kScales;
+  const int8_t* q = in.q + at * 64;
+#pragma GCC unroll 2
+  for (int part = 0; part < Plane::kScales; ++part) {
+    i dots[kTokens][P], lows[kTokens][P];
+    for (int t = 0; t < kTokens; ++t)
+      for (int p = 0; p < P; ++p) dots[t][p] = lows[t][p] = zero_words();
+#pragma GCC unroll 8
+    for (int quad = part * kQuads; quad < (part + 1) * kQuads; ++quad)
+#pragma GCC unroll 4
+      for (int t = 0; t < kTokens; ++t) {
+        const i x = quad_everywhere(q + t * in.q_stride + 4 * quad);
+        for (int p = 0; p < P; ++p) dots[t][p] = dot8(dots[t][p], block.w[p][quad], x);
+      }
+    for (int t = 0; t < kTokens; ++t) {
+      for (int p = 0; p < P; ++p) dots[t][p] = shift_left(dots[t][p], 8);
+    }
+#pragma GCC unroll 8
+    for (int quad = part * kQuads; quad < (part + 1) * kQuads; ++quad)
+#pragma GCC unroll 4
+      for (int t = 0; t < kTokens; ++t) {
+        const i x = quad_everywhere(q + t * in.q_stride + 32 + 4 * quad);
+        for (int p = 0; p < P; ++p) {
+          i& sum = kApart ? lows[t][p] : dots[t][p];
+          sum = dot8(sum, block.w[p][quad], x);
+        }
+      }
+    asm volatile("" ::: "memory");  // parts are not to be loaded earlier: there is no register for them
+    for (int t = 0; t < kTokens; ++t) {
+      const float* sums = in.sums + t * in.sums_stride + 4 * at;
+      i offset = zero_words();
+      if constexpr (Plane::kOffset != 0) offset = word_everywhere(sums + (Plane::kScales == 2 ? part : 2));
+      f sum = zero();
+      if constexpr (Plane::kHasMin) sum = set1(sums[3]);
+      for (int p = 0; p < P; ++p) {
+        if (kApart) dots[t][p] = add_words(dots[t][p], lows[t][p]);
+        if constexpr (Plane::kOffset != 0) dots[t][p] = sub_words(dots[t][p], offset);
+        float* to = parts + t * kPanel + p * W;
+        f value = fma(block.d[part][p], to_floats(dots[t][p]), kFirst && part == 0 ? zero() : load(to));
+        if constexpr (Plane::kHasMin) value = fma(block.m[p], sum, value);
+        store(to, value);
+      }
+    }
+  }
+}
+
+constexpr int kPlaneGroup = 4, kPlanePass = 128;  // tokens: of a group, and of a pass over the panel
+
+// out = scale * parts, added to what earlier stretches of k left in `sums`.
+INLINE void add_stretch(const PanelJob& job, int stretch, const float* parts, float* sums) {
+  const ptrdiff_t stretches = (job.k + 255) / 256;
+  for (int t = 0; t < job.tokens; ++t) {
+    const f scale = set1(job.x16.scales[t * stretches + stretch]);
+    f total[P];
+    for (int p = 0; p < P; ++p) {
+      float* kept = sums + t * kPanel + p * W;
+      total[p] = fma(scale, load(parts + t * kPanel + p * W), stretch ? load(kept) : zero());
+      if (stretch + 1 < stretches) store(kept, total[p]);
+    }
+    if (stretch + 1 == stretches) finish(job, t, total);
+  }
+}
+
+// A block for all tokens.
+template <class Plane, bool kFirst>
+INLINE void add_tokens(const PlaneBlock<Plane>& block, PlaneInputs in, int at, int tokens, float* parts) {
+  for (; tokens >= kPlaneGroup; tokens -= kPlaneGroup, parts += kPlaneGroup * kPanel) {
+    add_block<Plane, kFirst, kPlaneGroup>(block, in, at, parts);
+    in.q += kPlaneGroup * in.q_stride;
+    in.sums += kPlaneGroup * in.sums_stride;
+  }
+  if (tokens == 3) add_block<Plane, kFirst, 3>(block, in, at, parts);
+  else if (tokens == 2) add_block<Plane, kFirst, 2>(block, in, at, parts);
+  else if (tokens == 1) add_block<Plane, kFirst, 1>(block, in, at, parts);
+}
+
+template <int kFormat>
+NOINLINE static void planes(const PanelJob& job) {
+  using Decoder = typename DecoderOf<kFormat>::type;
+  using Plane = Planes<Decoder>;
+  Decoder decoder{};
+  PlaneBlock<Plane> block;
+  const PlaneInputs in{reinterpret_cast<const int8_t*>(job.x16.q), job.x16.sums, 2 * job.k, job.k / kBlock * 4};
+  const uint8_t* weights = job.weights;
+  float *parts = job.scratch, *sums = job.scratch + kPlanePass * kPanel;
+  for (int at = 0; at < job.k / kBlock;) {
+    if (Decoder::kHasHeader) {
+      decoder.header(weights);
+      weights += kFormats[kFormat].header_bytes;
+    }
+    const int stretch = at / kSuper, end = job.k / kBlock - at < kSuper ? job.k / kBlock : at + kSuper;
+    weights = open_planes<kFormat>(weights, decoder, block);
+    add_tokens<Plane, true>(block, in, at, job.tokens, parts);
+    for (++at; at < end; ++at) {
+      weights = open_planes<kFormat>(weights, decoder, block);
+      add_tokens<Plane, false>(block, in, at, job.tokens, parts);
+    }
+    add_stretch(job, stretch, parts, sums);
+  }
+}
+
+// Rounds a token to 16-bit integers: a block's 32 high bytes, then its 32 low ones. 127 * 256 + 127 is the largest.
+static void quantize_planes(const float* x, int k, int16_t* to, float* sums, float* scales) {
+  uint8_t* q = reinterpret_cast<uint8_t*>(to);
+  for (int start = 0; start < k; start += kBlock * kSuper) {
+    const int count = k - start < kBlock * kSuper ? k - start : kBlock * kSuper;
+    float inverse;
+    const bool finite = scale16(x + start, count, scales++, &inverse);
+    for (int block = start; block < start + count; block += kBlock, q += 2 * kBlock, sums += 4) {
+      int32_t halves[2];
+      for (int half = 0; half < 2; ++half) {
+        const i rounded =
+            finite ? round_words(mul(load(x + block + half * W), set1(inverse))) : zero_words();
+        const i high = shift_right_signed(add_words(rounded, words_everywhere(128)), 8);
+        store_bytes(q + half * W, high);
+        store_bytes(q + kBlock + half * W, rounded);  // the lowest byte of each
+        halves[half] = reduce_add_words(rounded);
+      }
+      const int32_t offsets[3] = {32 * halves[0], 32 * halves[1], 128 * (halves[0] + halves[1])};
+      __builtin_memcpy(sums, offsets, sizeof offsets);
+      sums[3] = static_cast<float>(halves[0] + halves[1]);
+    }
+  }
+}
+
+using PlanesFunction = void (*)(const PanelJob&);
+
+struct PlanesTable {
+  PlanesFunction of[kNumFormats];
+  void fill() {
+    of[Q4_0] = planes<Q4_0>, of[Q4_1] = planes<Q4_1>, of[Q5_0] = planes<Q5_0>, of[Q5_1] = planes<Q5_1>;
+    of[Q8_0] = planes<Q8_0>, of[Q4_K] = planes<Q4_K>, of[Q5_K] = planes<Q5_K>, of[Q6_K] = planes<Q6_K>;
+  }
+};
+static PlanesTable kPlanes;
+
+static void planes_panel(const PanelJob& whole) {
+  PanelJob job = whole;
+  for (int left = whole.tokens; left > 0; left -= job.tokens) {
+    job.tokens = left < kPlanePass ? left : kPlanePass;
+    kPlanes.of[job.format](job);
+    job.x16.q += static_cast<ptrdiff_t>(job.tokens) * job.k;
+    job.x16.sums += static_cast<ptrdiff_t>(job.tokens) * (job.k / kBlock) * 4;
+    job.x16.scales += static_cast<ptrdiff_t>(job.tokens) * ((job.k + 255) / 256);
+    job.out += job.tokens * job.out_stride;
+  }
+}
+static_assert(W == kBlock / 2, "a half of a block is one vector");
+static_assert(2 * kPlanePass <= kStretch + kMaxPass, "linear_scratch() serves both");
