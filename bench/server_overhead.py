@@ -44,7 +44,9 @@ class InstantCore:
         self._running: dict[str, Request] = {}
         self._due = 0.0
         pool = SimpleNamespace(num_held=0, num_blocks=1)
-        self.scheduler = SimpleNamespace(running=self._running, waiting=(), kv=SimpleNamespace(pool=pool))
+        self.scheduler = SimpleNamespace(
+            running=self._running, waiting=(), kv=SimpleNamespace(pool=pool), backlog=lambda: 0.0
+        )
 
     def add(self, request: Request) -> None:
         self._new.append(request)

@@ -10,6 +10,7 @@ import argparse
 import os
 import sys
 import time
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -18,6 +19,7 @@ from headrace.config import EngineArgs
 from headrace.core.kv_layout import KVGroup, KVLayout
 from headrace.core.kv_manager import KVCacheManager
 from headrace.core.loop import EngineCore
+from headrace.core.pacing import NoPacing
 from headrace.core.plan import StepPlan, StepResult
 from headrace.core.plan_builder import SchedulerLimits
 from headrace.core.request import Request
@@ -57,12 +59,19 @@ class ScriptedRunner(FakeRunner):
 LETTERS = {letter: ord(letter) - ord("!") for letter in "EDH"}  # ids of tiny.py's byte-level alphabet
 
 
+class Backlog(NoPacing):
+    """Predicts $FAKE_BACKLOG seconds, whatever waits."""
+
+    def backlog(self, prompts: Iterable[Request]) -> float:
+        return float(os.environ.get("FAKE_BACKLOG", "0"))
+
+
 class FakeEngine:
     def __init__(self, args: EngineArgs):
         rows = args.max_num_seqs or 4
         self.layout = KVLayout((KVGroup((0,), 1, 8, None),), BLOCK, NUM_BLOCKS, max_span=64)
         limits = SchedulerLimits(rows, 64, MAX_LEN)
-        self.core = EngineCore(Scheduler(limits, KVCacheManager(self.layout)), ScriptedRunner())
+        self.core = EngineCore(Scheduler(limits, KVCacheManager(self.layout), pacing=Backlog()), ScriptedRunner())
         self.ledger = NullLedger()
         self.rows = rows
 
@@ -73,7 +82,15 @@ class FakeEngine:
         count, name = add.params.num_choices, add.id
         most = add.params.max_tokens or MAX_LEN
         return [
-            Request(name if count == 1 else f"{name}/{i}", add.token_ids, add.params, max_new_tokens=most, choice=i)
+            Request(
+                name if count == 1 else f"{name}/{i}",
+                add.token_ids,
+                add.params,
+                max_new_tokens=most,
+                choice=i,
+                batch=add.batch,
+                arrival=add.arrival,
+            )
             for i in range(count)
         ]
 

@@ -118,6 +118,7 @@ class RealEngine:
         )
         for request in prepared.requests:
             request.arrival = min(add.arrival, request.arrival)
+            request.batch = add.batch
         return prepared.queue
 
     def bill(self, request_id: str) -> Bill | None:
@@ -229,6 +230,7 @@ class EngineLoop:
             len(scheduler.running), len(scheduler.waiting), pool.num_held, pool.num_blocks, totals.steps,
             totals.prompt_tokens, totals.cached_tokens, totals.preemptions, totals.seconds_by_bound,
             totals.steps_by_bound, totals.draft_tokens, totals.accepted_draft_tokens,
+            scheduler.backlog(),
         )  # fmt: skip
 
 

@@ -35,6 +35,7 @@ class Add(msgspec.Struct, tag="add", array_like=True, frozen=True):
     priority: int
     cache_salt: str | None
     arrival: float  # time.monotonic(), which all processes of a machine share
+    batch: bool = False  # nobody waits for its tokens as they come
 
 
 class Abort(msgspec.Struct, tag="abort", array_like=True, frozen=True):
@@ -79,6 +80,7 @@ class Stats(msgspec.Struct, array_like=True, frozen=True):
     steps_by_bound: dict[str, int] = {}
     draft_tokens: int = 0  # verified
     accepted_draft_tokens: int = 0
+    backlog: float = 0.0  # predicted seconds until the prompts known now have been run; 0 where nothing predicts
 
 
 class News(msgspec.Struct, tag="news", array_like=True, frozen=True):

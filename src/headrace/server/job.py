@@ -101,7 +101,9 @@ class Job:
             self._choices += output.outputs
             for index, each in enumerate(prepared.requests[: params.num_choices]):
                 self._streams[each.id] = number, ChoiceStream(output, index, params, self._tokenizer, request.kept)
-            add = Add(name, prompt.token_ids, params, request.priority, request.cache_salt, self._arrived)
+            add = Add(
+                name, prompt.token_ids, params, request.priority, request.cache_salt, self._arrived, request.batch
+            )
             adds.append((add, [each.id for each in prepared.requests[: params.num_choices]]))  # those that report
         try:
             for add, ids in adds:

@@ -27,9 +27,11 @@ class ServerArgs:
     )
     cors_origin: tuple[str, ...] = option((), "origin whose pages may call the API, or *; repeat for several")
     max_queue: int = option(1024, "most choices that wait besides those that can run; more are answered 429")
+    max_per_key: int = option(0, "most choices of one API key at once; more are answered 429; 0: any")
     max_body: int = option(8 * 2**20, "largest body, in bytes")
     request_timeout: float = option(0.0, "most seconds a request may take, waiting included; 0: any")
     body_timeout: float = option(30.0, "seconds in which a request's head and body must arrive")
+    write_timeout: float = option(30.0, "seconds in which a client must take what was sent, or it is cut off")
     health_timeout: float = option(5.0, "seconds in which the engine must answer for /health")
     drain_timeout: float = option(30.0, "seconds that running requests get to finish after SIGTERM")
     on_engine_death: Literal["exit", "restart"] = option("exit", "what to do when the engine process dies")
@@ -38,10 +40,10 @@ class ServerArgs:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be between 0 and 65535, not {self.port}")
-        for name in ("max_queue", "request_timeout"):
+        for name in ("max_queue", "max_per_key", "request_timeout"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be below 0")
-        for name in ("max_body", "body_timeout", "health_timeout", "drain_timeout"):
+        for name in ("max_body", "body_timeout", "write_timeout", "health_timeout", "drain_timeout"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be above 0")
 

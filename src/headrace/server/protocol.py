@@ -20,7 +20,8 @@ MAX_PROMPTS = 2048
 MAX_SALT = 256  # characters
 _CHAT_FIELDS = {"tools", "tool_choice", "parallel_tool_calls", "include_reasoning", "reasoning_effort"}
 _SERVER_FIELDS = {
-    "stream_options", "priority", "cache_salt", "timeout", "return_tokens_as_token_ids", "echo", *_CHAT_FIELDS,
+    "stream_options", "priority", "cache_salt", "timeout", "return_tokens_as_token_ids", "echo",
+    "service_tier", *_CHAT_FIELDS,
 }  # fmt: skip
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 
@@ -38,6 +39,8 @@ class ApiRequest:
     cache_salt: str | None
     timeout: float | None  # seconds
     as_token_ids: bool  # in logprobs, tokens are named "token_id:N"
+    batch: bool = False  # nobody waits for its tokens as they come
+    caller: str | None = None  # where there are API keys: who sent it
     tools: Tools | None = None  # that may be called
     reasoning: bool = True  # is told, if there is any
     reasoning_effort: str | None = None
@@ -91,6 +94,7 @@ def parse_request(url: str, value: Mapping[str, Any], defaults: SamplingParams) 
         cache_salt=_salt(given),
         timeout=_timeout(given),
         as_token_ids=_flag(given, "return_tokens_as_token_ids"),
+        batch=_tier(given) == "flex",
         tools=tools,
         reasoning=_flag(given, "include_reasoning", True),
         reasoning_effort=_effort(given),
@@ -145,6 +149,14 @@ def _salt(given: Mapping[str, Any]) -> str | None:
         return None
     if not isinstance(value, str) or len(value) > MAX_SALT:
         raise bad_request(f"cache_salt must be a string of at most {MAX_SALT} characters", "cache_salt")
+    return value
+
+
+def _tier(given: Mapping[str, Any]) -> str:
+    """OpenAI's name for batch work is flex; all others are for requests that somebody waits for."""
+    value = given.get("service_tier", "auto")
+    if not isinstance(value, str):
+        raise bad_request("service_tier must be a string: flex for batch work, or auto", "service_tier")
     return value
 
 

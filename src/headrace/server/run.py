@@ -29,6 +29,7 @@ logger = logging.getLogger("headrace.server")
 MOST_RESTARTS, RESTART_WINDOW = 5, 300.0  # more deaths within so many seconds are no accident
 FLUSH_SECONDS = 1.0  # for errors to reach the clients before the process ends
 BACKLOG = 2048
+SEND_BUFFER = 128 * 2**10  # bytes that the kernel keeps for a client that reads slowly; it takes twice of it
 CLOSE_SECONDS = 5.0  # for the engine to end, when nothing runs in it
 KEEP_ALIVE = 75  # seconds
 EXIT_ENGINE_DIED = 1
@@ -53,13 +54,36 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _protocol(seconds: float) -> type[H11Protocol]:
-    """HTTP/1.1 that does not wait for ever for the head of a first request."""
+def _protocol(seconds: float, write_seconds: float) -> type[H11Protocol]:
+    """HTTP/1.1 that does not wait for ever: for the head of a first request, or for a client to take what was sent.
+
+    What the kernel's buffer (SEND_BUFFER) does not hold is kept here, and no more is written until the client has taken
+    it; one that takes nothing for `write_seconds` is cut off, which ends its request as any client's going does.
+    """
 
     class Protocol(H11Protocol):
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
+            transport.set_write_buffer_limits(0)  # paused as soon as anything waits
+            self._writing: asyncio.TimerHandle | None = None
             self.loop.call_later(seconds, self._check_begun)
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._writing = self.loop.call_later(write_seconds, self.transport.abort)
+
+        def resume_writing(self) -> None:
+            super().resume_writing()
+            self._stop_waiting()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            super().connection_lost(exc)
+            self._stop_waiting()
+
+        def _stop_waiting(self) -> None:
+            if self._writing is not None:
+                self._writing.cancel()
+                self._writing = None
 
         def _check_begun(self) -> None:
             if self.cycle is None and not self.transport.is_closing():
@@ -79,7 +103,7 @@ class _Runner:
         self._tasks: set[asyncio.Task[None]] = set()
         config = uvicorn.Config(
             App(service),
-            http=_protocol(service.args.body_timeout),
+            http=_protocol(service.args.body_timeout, service.args.write_timeout),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -189,6 +213,7 @@ def _listen(host: str, port: int) -> socket.socket:
         # asyncio sends small parts at once (TCP_NODELAY) only on sockets that are said to be TCP
         listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)  # connections have it from here
         listener.bind((host, port))
         listener.listen(BACKLOG)
         listener.setblocking(False)

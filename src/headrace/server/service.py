@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import math
 import time
 from dataclasses import asdict, replace
 
@@ -17,6 +16,7 @@ from headrace.frontend.engine_client import Death, EngineClient
 from headrace.frontend.engine_process import DEFAULT_FACTORY
 from headrace.frontend.input import InputProcessor
 from headrace.frontend.ipc import EngineInfo, Stats
+from headrace.server.admission import MOST_RETRY_AFTER, CallerLimit, check_first_token, retry_after
 from headrace.server.errors import ApiError, bad_request, unavailable
 from headrace.server.job import Job, PromptTokens
 from headrace.server.metrics import Metrics
@@ -25,7 +25,6 @@ from headrace.server.options import ServerArgs
 from headrace.server.protocol import ApiRequest
 
 logger = logging.getLogger("headrace.server")
-MOST_RETRY_AFTER = 60  # seconds
 _MEMORY = 0.9  # of the average time between ends of choices that a new one leaves as it is
 
 
@@ -52,6 +51,8 @@ class Service:
             on_stats=self._stats,
             on_death=self._death,
         )
+        self._callers = CallerLimit(args.max_per_key)
+        self._first_token = None if engine_args.ttft_slo is None else engine_args.ttft_slo / 1e3  # seconds
         self.draining = False
         self.deaths: asyncio.Queue[Death] = asyncio.Queue()  # for whoever runs the service
         self.ready = asyncio.Event()
@@ -117,7 +118,7 @@ class Service:
         if caller is None:
             return request
         salt = hashlib.sha256(f"{caller}:{request.cache_salt or ''}".encode()).hexdigest()
-        return replace(request, cache_salt=salt)
+        return replace(request, cache_salt=salt, caller=caller)
 
     def submit(
         self, job_id: str, request: ApiRequest, prompts: list[PromptTokens], arrived: float, *, keep: bool
@@ -125,13 +126,20 @@ class Service:
         """Send a request to the engine, if there is room; ApiError 400, 429 or 503."""
         info = self.check_open()
         assert self._processor is not None
-        self._check_room(len(prompts) * request.params.num_choices, info)
+        count = len(prompts) * request.params.num_choices
+        self._check_room(count, info)
+        check_first_token(self.client.stats.backlog, self._first_token, request.batch)
         job = Job(
             job_id, request, prompts, client=self.client, tokenizer=self.model.tokenizer, metrics=self.metrics,
             arrived=arrived, keep=keep,
         )  # fmt: skip
         seconds = [limit for limit in (request.timeout, self.args.request_timeout) if limit]
-        job.start(self._processor, min(seconds) if seconds else None)
+        self._callers.take(request.caller, count)
+        try:
+            job.start(self._processor, min(seconds) if seconds else None)
+        except BaseException:
+            self._callers.give(request.caller, count)
+            raise
         self._jobs.add(job)
         self._idle.clear()
         return job
@@ -149,7 +157,9 @@ class Service:
 
     def done(self, job: Job) -> None:
         """A job that was submitted has ended, and nobody reads it any more."""
-        self._jobs.discard(job)
+        if job in self._jobs:
+            self._jobs.remove(job)
+            self._callers.give(job.request.caller, len(job.prompts) * job.request.params.num_choices)
         if not self._jobs:
             self._idle.set()
         now = time.monotonic()
@@ -164,13 +174,13 @@ class Service:
             raise bad_request(f"{count} choices are asked for at once; at most {room} are taken (max_queue)")
         if alive + count > room:
             over = alive + count - room
-            seconds = min(MOST_RETRY_AFTER, max(1, math.ceil(over * self._between_ends)))
+            seconds = retry_after(over * self._between_ends)
             stats = self.client.stats
             raise ApiError(
                 429,
                 f"the queue is full: {alive} choices are in the engine and {room} may be; try again in {seconds} s",
                 code="queue_full",
-                headers={"retry-after": str(seconds)},
+                headers={"retry-after": seconds},
                 extra={"queue": {"alive": alive, "running": stats.running, "waiting": stats.waiting, "limit": room}},
             )
 
