@@ -5,20 +5,20 @@ Pure: the same arguments give the same answer, and nothing is measured or change
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headrace.config import ConfigError, EngineArgs, EngineConfig, parse_bytes
 from headrace.core.kv_layout import KVGroup, KVLayout
 from headrace.device.cpu import CpuFacts
+from headrace.device.cuda import GpuFacts
 from headrace.models.spec import ModelSpec
 
-_DEFAULT_SEQS = 64
-_DEFAULT_BUDGET = 256
 _PACED_BUDGET = 1024  # where the cost model chooses the size of chunks
 _DEFAULT_LEN = 8192
 _DEFAULT_BLOCK = 16
 _KV_SHARE = 0.3
 _MOST_DRAFTS = 8
+_GRAPH_BYTES = 1 << 30  # of GPU memory, kept for graphs and the library's workspaces
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,83 @@ def _human(count: float) -> str:
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
 
 
-def resolve(args: EngineArgs, spec: ModelSpec, facts: CpuFacts) -> tuple[EngineConfig, KVLayout, list[Choice]]:
-    """The configuration, the cut of the KV cache, and why; ConfigError if the wishes cannot be met together."""
+@dataclass(frozen=True)
+class _Device:
+    """What a kind of device makes of options that nobody gave, and why."""
+
+    seqs: int
+    seqs_reason: str
+    budget: int
+    budget_reason: str
+    depth: int
+    depth_reason: str
+    kv_memory: int  # bytes that the KV cache may take if nobody says how many
+    kv_reason: str
+    bytes_per_element: int = 4
+    kv_fills: bool = False  # take all of kv_memory, whatever max_num_seqs needs at most
+
+
+def _cpu(facts: CpuFacts) -> _Device:
+    return _Device(
+        seqs=64,
+        seqs_reason="more rows gain little on a CPU",
+        budget=256,
+        budget_reason="a chunk of prompt this long delays running requests by well under a second",
+        depth=1,
+        depth_reason="a CPU has nothing to overlap with",
+        kv_memory=int(facts.available_memory * _KV_SHARE),
+        kv_reason=f"{_KV_SHARE:.0%} of the {_human(facts.available_memory)} that are free",
+    )
+
+
+def _gpu(args: EngineArgs, spec: ModelSpec, gpu: GpuFacts, weight_bytes: int, element: int) -> _Device:
+    limit = parse_bytes(args.gpu_memory, gpu.total_memory, "gpu_memory")
+    budget, seqs = args.max_num_batched_tokens or 8192, args.max_num_seqs or 256
+    inner = max(2 * spec.intermediate_size, spec.q_size + 2 * spec.kv_size)
+    activations = budget * (inner + 8 * spec.hidden_size) * element * 2 + 3 * seqs * spec.vocab_size * 4
+    others = gpu.total_memory - gpu.free_memory
+    memory = limit - others - weight_bytes - activations - _GRAPH_BYTES
+    plan = (
+        f"{_human(limit)} of {gpu.name}'s {_human(gpu.total_memory)}, less {_human(others)} that others use, "
+        f"{_human(weight_bytes)} of weights, {_human(activations)} of activations, {_human(_GRAPH_BYTES)} for graphs"
+    )
+    if memory <= 0 and args.kv_cache is None:
+        raise ConfigError(f"no GPU memory is left for the KV cache: {plan}; raise gpu_memory or free memory")
+    return _Device(
+        seqs=256,
+        seqs_reason="rows share the reading of the weights",
+        budget=8192,
+        budget_reason="a chunk of prompt this long fills the GPU",
+        depth=2,
+        depth_reason="the host plans a step while the GPU runs the one before",
+        kv_memory=max(memory, 0),
+        kv_reason=plan,
+        bytes_per_element=element,
+        kv_fills=True,
+    )
+
+
+def resolve(
+    args: EngineArgs, spec: ModelSpec, facts: CpuFacts, gpu: GpuFacts | None = None, num_weights: int = 0
+) -> tuple[EngineConfig, KVLayout, list[Choice]]:
+    """The configuration, the cut of the KV cache, and why; ConfigError if the wishes cannot be met together. With `gpu`
+    the model of `num_weights` numbers runs there."""
     choices: list[Choice] = []
+    dtype = "float32"
+    if gpu is None:
+        if args.dtype not in ("auto", "float32"):
+            raise ConfigError(f"dtype {args.dtype} is for GPUs, and none is used; leave it out")
+        device = _cpu(facts)
+    else:
+        if args.speculate != "off":
+            raise ConfigError("speculate does not run on GPUs yet; leave it out or give device=cpu")
+        dtype = args.dtype if args.dtype != "auto" else "float32" if args.mode == "exact" else "bfloat16"
+        if args.mode == "exact" and dtype != "float32":
+            raise ConfigError(f"exact mode computes in float32; leave out dtype {dtype} or the mode")
+        element = 4 if dtype == "float32" else 2
+        device = _gpu(args, spec, gpu, num_weights * element, element)
+        choices.append(Choice("device", f"cuda, {gpu.name}", "a GPU is there" if args.device == "auto" else "as asked"))
+        choices.append(Choice("dtype", dtype, "as asked" if args.dtype != "auto" else f"of mode {args.mode}"))
 
     def choose(name: str, said: int | None, default: int, reason: str) -> int:
         value = default if said is None else said
@@ -69,6 +143,8 @@ def resolve(args: EngineArgs, spec: ModelSpec, facts: CpuFacts) -> tuple[EngineC
 
     mode = "default" if args.mode == "auto" else args.mode
     reason = "inputs of quantised weights as 16-bit integers: faster than fp32 as soon as requests share a step"
+    if gpu is not None:
+        reason = "sums in float32 of products in the dtype"
     choices.append(Choice("mode", mode, reason if args.mode == "auto" else "as asked"))
     if args.max_model_len is not None and args.max_model_len > spec.max_position:
         raise ConfigError(
@@ -80,12 +156,12 @@ def resolve(args: EngineArgs, spec: ModelSpec, facts: CpuFacts) -> tuple[EngineC
         min(spec.max_position, _DEFAULT_LEN),
         f"the model's {spec.max_position} positions, at most {_DEFAULT_LEN} unless asked",
     )
-    seqs = choose("max_num_seqs", args.max_num_seqs, _DEFAULT_SEQS, "more rows gain little on a CPU")
+    seqs = choose("max_num_seqs", args.max_num_seqs, device.seqs, device.seqs_reason)
     budget = choose(
         "max_num_batched_tokens",
         args.max_num_batched_tokens,
-        max(_DEFAULT_BUDGET if args.itl_slo is None else _PACED_BUDGET, seqs),
-        "a chunk of prompt this long delays running requests by well under a second"
+        max(device.budget if args.itl_slo is None else max(_PACED_BUDGET, device.budget), seqs),
+        device.budget_reason
         if args.itl_slo is None
         else f"chunks are as long as itl_slo {args.itl_slo:g} ms allows, and at most this",
     )
@@ -93,26 +169,22 @@ def resolve(args: EngineArgs, spec: ModelSpec, facts: CpuFacts) -> tuple[EngineC
         raise ConfigError(f"max_num_batched_tokens ({budget}) must be at least max_num_seqs ({seqs})")
     block = choose("block_size", args.block_size, _DEFAULT_BLOCK, "small blocks waste little memory")
     groups = kv_groups(spec)
-    one = KVLayout(groups, block, 1, max_span=budget)
+    one = KVLayout(groups, block, 1, device.bytes_per_element, max_span=budget)
     per_sequence = one.blocks_for(max_len)
     if args.kv_cache is not None:
-        size = parse_bytes(args.kv_cache, facts.available_memory, "kv_cache")
+        size = parse_bytes(args.kv_cache, facts.available_memory if gpu is None else gpu.free_memory, "kv_cache")
         reason = "as asked"
     else:
         most = seqs * per_sequence * one.block_bytes
-        size = min(most, int(facts.available_memory * _KV_SHARE))
-        reason = (
-            f"room for {seqs} sequences of {max_len} tokens"
-            if size == most
-            else f"{_KV_SHARE:.0%} of the {_human(facts.available_memory)} that are free"
-        )
+        size = device.kv_memory if device.kv_fills else min(most, device.kv_memory)
+        reason = f"room for {seqs} sequences of {max_len} tokens" if size == most else device.kv_reason
     num_blocks = size // one.block_bytes
     if num_blocks < len(groups) * 2:
         raise ConfigError(
             f"kv_cache {_human(size)} holds {num_blocks} blocks of {block} tokens ({_human(one.block_bytes)} each); "
             f"at least {len(groups) * 2} are needed"
         )
-    layout = KVLayout(groups, block, num_blocks, max_span=budget)
+    layout = replace(one, num_blocks=num_blocks)
     choices.append(Choice("kv_cache", f"{_human(size)}, {num_blocks} blocks of {block} tokens", reason))
     if layout.num_tokens < max_len:
         if args.max_model_len is not None and args.kv_cache is not None:
@@ -129,7 +201,7 @@ def resolve(args: EngineArgs, spec: ModelSpec, facts: CpuFacts) -> tuple[EngineC
         choices.append(Choice("num_threads", str(threads), reason))
     else:
         threads = choose("num_threads", asked, facts.num_threads, "the processors this process may use")
-    depth = choose("steps_in_flight", args.steps_in_flight, 1, "a CPU has nothing to overlap with")
+    depth = choose("steps_in_flight", args.steps_in_flight, device.depth, device.depth_reason)
     choices.append(
         Choice("prefix_caching", str(args.prefix_caching), "finding a prefix costs less than computing it")
         if args.prefix_caching
@@ -154,6 +226,9 @@ def resolve(args: EngineArgs, spec: ModelSpec, facts: CpuFacts) -> tuple[EngineC
         steps_in_flight=depth,
         ledger=args.ledger,
         num_threads=threads,
+        device="cpu" if gpu is None else "cuda",
+        dtype=dtype,
+        graphs=gpu is not None and args.cuda_graphs,
         ttft_slo=None if args.ttft_slo is None else args.ttft_slo / 1e3,
         itl_slo=None if args.itl_slo is None else args.itl_slo / 1e3,
     )

@@ -17,6 +17,15 @@ BACKENDS: dict[str, Any] = {
 }
 
 
+def _backends(device: str) -> dict[str, Any]:
+    """Those there are, best first; what needs torch only where it is used."""
+    if device != "cuda":
+        return BACKENDS
+    from headrace.attention.triton import TritonAttention
+
+    return {"triton": TritonAttention, **BACKENDS}
+
+
 def select_backend(
     device: str,
     kv_format: str,
@@ -28,13 +37,14 @@ def select_backend(
 
     `refusals` has (name, reasons) of every backend passed over. Raises ValueError, reasons listed, if none is left.
     """
-    if override is not None and override not in BACKENDS:
-        raise ValueError(f"unknown attention backend {override!r}; there are: {', '.join(BACKENDS)}")
+    backends = _backends(device)
+    if override is not None and override not in backends:
+        raise ValueError(f"unknown attention backend {override!r}; there are: {', '.join(backends)}")
     refusals: list[tuple[str, list[str]]] = []
-    for name in BACKENDS if override is None else [override]:
-        create: Callable[[int], AttentionBackend] = BACKENDS[name]
-        caps = BACKENDS[name].caps
-        missing = getattr(BACKENDS[name], "unavailable", lambda: None)()
+    for name in backends if override is None else [override]:
+        create: Callable[[int], AttentionBackend] = backends[name]
+        caps = backends[name].caps
+        missing = getattr(backends[name], "unavailable", lambda: None)()
         every = [missing] if missing else []
         every += [reason for layer in layers for reason in caps.refusals(device, kv_format, layer, block_size)]
         reasons = list(dict.fromkeys(every))  # layers repeat each other

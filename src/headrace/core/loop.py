@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable
-from concurrent.futures import Future
 from typing import Protocol
 
 from headrace import env
@@ -14,11 +13,19 @@ from headrace.core.request import FinishReason, Request, TokenOutput
 from headrace.core.scheduler import Scheduler
 
 
+class PendingResult(Protocol):
+    """A step under way."""
+
+    def result(self) -> StepResult:
+        """Wait for it; raises what went wrong."""
+        ...
+
+
 class StepRunner(Protocol):
     """What the loop needs of an executor."""
 
-    def execute(self, plan: StepPlan) -> Future[StepResult]:
-        """Start a step; its future completes in the order of the calls."""
+    def execute(self, plan: StepPlan) -> PendingResult:
+        """Start a step; steps complete in the order of the calls."""
         ...
 
 
@@ -69,7 +76,7 @@ class EngineCore:
         self._depth = depth
         self._observer: StepObserver = observer or NullObserver()
         self._always_check = env.check_every_step()
-        self._in_flight: deque[tuple[StepPlan, Future[StepResult]]] = deque()
+        self._in_flight: deque[tuple[StepPlan, PendingResult]] = deque()
 
     def add(self, request: Request) -> None:
         """Queue a request; RequestError if it could never run."""

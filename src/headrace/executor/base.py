@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
 from typing import Protocol
 
-from headrace.core.plan import StepPlan, StepResult
+from headrace.core.loop import PendingResult
+from headrace.core.plan import StepPlan
 
 
 class Executor(Protocol):
     """One model, on one or many workers."""
 
-    def execute(self, plan: StepPlan) -> Future[StepResult]:
-        """Start a step; futures complete in the order of the calls."""
+    def execute(self, plan: StepPlan) -> PendingResult:
+        """Start a step; steps complete in the order of the calls."""
         ...
 
     def stop(self) -> None:

@@ -1,25 +1,42 @@
-"""The worker in this process: a step runs when it is executed, and its future is done on return."""
+"""The worker in this process: on a CPU a step runs when it is executed; on a GPU it is sent, and waited for later."""
 
 from __future__ import annotations
 
 from concurrent.futures import Future
+from typing import Protocol
 
+from headrace.core.loop import PendingResult
 from headrace.core.plan import StepPlan, StepResult
-from headrace.worker.worker import Worker
+
+
+class AnyWorker(Protocol):
+    """A worker of whatever device."""
+
+    def execute(self, plan: StepPlan) -> StepResult | PendingResult:
+        """Run one step, or start it."""
+        ...
+
+    def stop(self) -> None:
+        """Let go of everything."""
+        ...
 
 
 class InProcessExecutor:
     """Runs steps in the calling thread."""
 
-    def __init__(self, worker: Worker):
+    def __init__(self, worker: AnyWorker):
         self._worker = worker
 
-    def execute(self, plan: StepPlan) -> Future[StepResult]:
+    def execute(self, plan: StepPlan) -> PendingResult:
         future: Future[StepResult] = Future()
         try:
-            future.set_result(self._worker.execute(plan))
+            outcome = self._worker.execute(plan)
         except Exception as error:
             future.set_exception(error)
+            return future
+        if not isinstance(outcome, StepResult):
+            return outcome
+        future.set_result(outcome)
         return future
 
     def stop(self) -> None:

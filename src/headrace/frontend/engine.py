@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 import itertools
+import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from headrace.autopilot.depth import AutoDepth
 from headrace.autopilot.slo import SloPacing
-from headrace.config import EngineArgs
+from headrace.config import ConfigError, EngineArgs
 from headrace.core.drafting import DraftPolicy, FixedDepth, NoDrafts
 from headrace.core.kv_manager import KVCacheManager
 from headrace.core.loop import EngineCore, NullObserver, StepObserver
@@ -20,6 +22,7 @@ from headrace.core.plan_builder import SchedulerLimits
 from headrace.core.request import FinishReason, RequestError, TokenOutput
 from headrace.core.scheduler import Scheduler
 from headrace.device.cpu import cpu_facts
+from headrace.device.cuda import GpuFacts
 from headrace.executor.inproc import InProcessExecutor
 from headrace.frontend.chat import ChatTemplate
 from headrace.frontend.defaults import recommended_params
@@ -28,6 +31,7 @@ from headrace.frontend.output import ChoiceStream, CompletionOutput, RequestOutp
 from headrace.ledger.bill import Bill, merge
 from headrace.ledger.book import Ledger, NullLedger
 from headrace.ledger.cost import CostModel
+from headrace.ledger.gpu import gpu_machine_facts
 from headrace.ledger.machine import machine_facts
 from headrace.ledger.observer import LedgerObserver
 from headrace.ledger.work import WorkModel
@@ -36,7 +40,21 @@ from headrace.loading.store import resolve_model
 from headrace.resolve import Choice, resolve
 from headrace.sampling.grammar import GrammarCompiler
 from headrace.sampling.params import SamplingParams
-from headrace.worker.worker import Worker
+from headrace.worker.create import make_worker
+
+
+def choose_gpu(device: str) -> GpuFacts | None:
+    """The GPU that `device` (auto, cpu, cuda) means here; None: the CPU. ConfigError if one was asked for in vain."""
+    from headrace.device.cuda import gpu_facts, maybe_present, unavailable_reason
+
+    if device == "cpu" or (device == "auto" and not maybe_present()):
+        return None
+    if (reason := unavailable_reason()) is None:
+        return gpu_facts()
+    if device == "cuda":
+        raise ConfigError(f"device cuda cannot be used: {reason}")
+    print(f"headrace: running on the CPU, though a GPU seems to be there: {reason}", file=sys.stderr)
+    return None
 
 
 class Engine:
@@ -47,10 +65,14 @@ class Engine:
         self.spec = self.checkpoint.spec
         self.tokenizer = self.checkpoint.tokenizer()
         self.chat_template = ChatTemplate.of(self.tokenizer)
-        self.config, layout, self.choices = resolve(args, self.spec, cpu_facts())
+        gpu = choose_gpu(args.device)
+        num_weights = sum(math.prod(self.checkpoint.shape(name)) for name in self.checkpoint.names()) if gpu else 0
+        self.config, layout, self.choices = resolve(args, self.spec, cpu_facts(), gpu, num_weights)
         self.grammars = GrammarCompiler(self.tokenizer.to_json, self.spec.vocab_size, self.spec.eos_token_ids)
         self._input = InputProcessor(self.tokenizer, self.spec, self.config.max_model_len, self.grammars)
-        self._worker = Worker(self.spec, self.checkpoint, self.config, layout, args.attention_backend, self.grammars)
+        self._worker = make_worker(
+            self.spec, self.checkpoint, self.config, layout, args.attention_backend, self.grammars
+        )
         self._executor = InProcessExecutor(self._worker)
         self.choices.append(
             Choice(
@@ -66,7 +88,7 @@ class Engine:
         self.cost = CostModel(self.ledger.facts)
         self._observer: LedgerObserver | None = None
         if self.config.ledger:
-            facts = machine_facts()
+            facts = machine_facts() if gpu is None else gpu_machine_facts(gpu.name)
             self.cost = CostModel(facts)
             self._cost_name = "|".join(
                 (self.checkpoint.name, str(weight_bytes), self.config.mode, self._worker.attention_backend)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
 
@@ -15,9 +15,26 @@ from headrace.models.spec import ModelSpec
 from headrace.ops.xp import Array
 from headrace.quant.base import QuantScheme
 
-# attend(layer index, q [T, q_size], k [T, kv_size], v [T, kv_size]) -> [T, q_size]: writes k and v into the cache and
-# attends over it. q, k and v may be views whose tokens lie apart.
-Attend = Callable[[int, Array, Array, Array], Array]
+
+class Attend(Protocol):
+    """A step's attention, for every layer."""
+
+    def __call__(self, layer: int, q: Array, k: Array, v: Array) -> Array:
+        """[T, q_size] of q [T, q_size], k and v [T, kv_size], rotated: writes k and v into the cache and attends over
+        it. q, k and v may be views whose tokens lie apart."""
+        ...
+
+    # May have `fused: Fused`: the same from the projection on, for a backend that takes rotation and the norms of heads
+    # upon itself.
+
+
+class Fused(Protocol):
+    """Norms of heads, rotation, cache and attention in one."""
+
+    def __call__(self, layer: int, qkv: Array, angles: tuple[Array, Array], norms: tuple[RMSNorm, ...]) -> Array:
+        """[T, q_size] of qkv [T, q | k | v] or [parts, T, q | k | v], whose parts are still to be added up; `norms` of
+        each head of q and of k, or none."""
+        ...
 
 
 class Attention:
@@ -29,7 +46,9 @@ class Attention:
         self.q_size, self.kv_size = spec.q_size, spec.kv_size
         self.sinks = None
         if spec.attention_sinks:
-            self.sinks = np.ascontiguousarray(source.take(f"{prefix}.sinks", (spec.num_heads,)), np.float32)
+            self.sinks = source.place(
+                np.ascontiguousarray(source.take(f"{prefix}.sinks", (spec.num_heads,)), np.float32)
+            )
         self.settings = LayerAttention(
             scale=spec.head_dim**-0.5 if spec.attention_scale is None else spec.attention_scale,
             num_heads=spec.num_heads,
@@ -43,6 +62,7 @@ class Attention:
         if spec.fused_projections:
             sizes = {"qkv_proj": spec.q_size + 2 * spec.kv_size}
         shards = [Shard(f"{prefix}.{name}", size, spec.qkv_bias) for name, size in sizes.items()]
+        self._fusable = not (spec.qk_norm and spec.qk_norm_whole)
         self.qkv = MergedLinear(source, shards, spec.hidden_size, scheme)
         self.out = Linear(
             source, Shard(f"{prefix}.o_proj", spec.hidden_size, spec.output_bias), spec.q_size, scheme, Split.ROW
@@ -57,7 +77,9 @@ class Attention:
         source.ignore(f"{prefix}.rotary_emb.inv_freq")  # old checkpoints store what layers/rope.py computes
 
     def __call__(self, x: Array, cos: Array, sin: Array, attend: Attend) -> Array:
-        """x [T, H] -> [T, H]; cos and sin [T, R/2] are those of the tokens' positions."""
+        """x [T, H] -> [T, H], perhaps in parts (Linear.partial); cos and sin [T, R/2] by token."""
+        if self._fusable and (fused := getattr(attend, "fused", None)) is not None:
+            return self.out.partial(fused(self.index, self.qkv.partial(x), (cos, sin), self.norms))
         qkv = self.qkv(x)
         rotated = self.q_size + self.kv_size
         q, k, v = qkv[:, : self.q_size], qkv[:, self.q_size : rotated], qkv[:, rotated:]
@@ -67,7 +89,7 @@ class Attention:
         heads = qkv[:, :rotated].reshape(-1, self.num_heads + self.num_kv_heads, self.head_dim)  # a view of q and k
         ops.rope(heads, cos, sin, out=heads)
         mixed = attend(self.index, q, k, v)
-        return self.out(mixed)
+        return self.out.partial(mixed)
 
     @property
     def num_parameters(self) -> int:

@@ -52,5 +52,6 @@ class LMHead:
 
     def __call__(self, hidden: Array, out: Array | None = None) -> Array:
         """hidden [L, H] -> float32 [L, V]."""
-        logits = self.method.apply(self.weight, hidden, None, out)
+        exact = getattr(self.method, "logits", None)  # of a method whose results are not float32 elsewhere
+        logits = self.method.apply(self.weight, hidden, None, out) if exact is None else exact(self.weight, hidden)
         return logits if self.soft_cap is None else ops.soft_cap(logits, self.soft_cap, out=logits)

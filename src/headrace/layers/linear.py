@@ -9,6 +9,7 @@ from enum import Enum
 import numpy as np
 
 from headrace.layers.weights import WeightSource
+from headrace.ops.registry import Op
 from headrace.ops.xp import Array
 from headrace.quant.base import QuantScheme
 
@@ -57,6 +58,17 @@ class MergedLinear:
         """x [T, in] -> float32 [T, out]."""
         return self.method.apply(self.weights, x, self.bias, out)
 
+    def partial(self, x: Array) -> Array:
+        """As a call, but the result may be float32 [parts, T, out], whose sum over the parts is still to be made: for
+        a consumer that adds anyway (`ops.add_rms_norm` on a GPU)."""
+        split = getattr(self.method, "apply_partial", None)
+        return self(x) if split is None else split(self.weights, x, self.bias)
+
+    def gated(self, x: Array, activation: Op) -> Array:
+        """activation(gate, up) [T, out / 2] of a merged gate and up, in one pass where the method can."""
+        fused = getattr(self.method, "apply_gated", None)
+        return activation(self(x)) if fused is None else fused(self.weights, x, self.bias, activation)
+
     @property
     def input_quant(self) -> str | None:
         """Activation format that the op before this layer should emit; None: float32."""
@@ -71,7 +83,7 @@ class MergedLinear:
         """Bytes that one call reads of weights and bias."""
         return self.method.num_bytes(self.weights) + (0 if self.bias is None else int(self.bias.nbytes))
 
-    def _take_bias(self, source: WeightSource) -> np.ndarray | None:
+    def _take_bias(self, source: WeightSource) -> Array | None:
         """float32 [out]; shards without a bias get zeros where another has one."""
         if not any(shard.bias for shard in self.shards):
             return None
@@ -79,7 +91,7 @@ class MergedLinear:
             source.take(f"{shard.name}.bias", (shard.out_size,)) if shard.bias else np.zeros(shard.out_size, np.float32)
             for shard in self.shards
         ]
-        return np.concatenate(parts).astype(np.float32, copy=False)
+        return source.place(np.concatenate(parts).astype(np.float32, copy=False))
 
 
 class Linear(MergedLinear):

@@ -31,7 +31,7 @@ class GatedMLP:
 
     def __call__(self, x: Array) -> Array:
         """x [T, H] -> [T, H]."""
-        return self.down(self.activation(self.gate_up(x)))
+        return self.down.partial(self.gate_up.gated(x, self.activation))
 
     @property
     def num_parameters(self) -> int:

@@ -30,9 +30,10 @@ class RMSNorm:
     """Root-mean-square normalisation with a learned scale [size], stored as the scale less `offset`."""
 
     def __init__(self, source: WeightSource, name: str, size: int, eps: float, offset: float = 0.0):
-        self.weight = np.ascontiguousarray(source.take(name, (size,)), np.float32)
+        self.weight: Array = np.ascontiguousarray(source.take(name, (size,)), np.float32)
         if offset:
             self.weight = self.weight + np.float32(offset)
+        self.weight = source.place(self.weight)
         self.size = size
         self.eps = eps
 

@@ -15,6 +15,7 @@ Angles belong to a position alone, never to what else is in the batch:
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 
@@ -89,9 +90,18 @@ class RotaryEmbedding:
         self.attention_factor = attention_factor(spec, max_position)
         self._cos = np.empty((0, self.rotary_dim // 2), np.float32)
         self._sin = np.empty((0, self.rotary_dim // 2), np.float32)
+        self._placed: tuple[Array, Array] | None = None
+
+    def prepare(self, length: int, place: Callable[[np.ndarray], Array]) -> None:
+        """Make the tables of positions below `length` and put them where the model computes; none may follow."""
+        self._grow(length)
+        self._placed = place(self._cos), place(self._sin)
 
     def at(self, positions: Array) -> tuple[Array, Array]:
         """cos and sin, float32 [T, rotary_dim / 2], of positions [T], attention factor included."""
+        if self._placed is not None:
+            cosines, sines = self._placed
+            return ops.embedding(positions, cosines), ops.embedding(positions, sines)
         if len(positions) and (needed := int(positions.max()) + 1) > len(self._cos):
             self._grow(max(needed, 2 * len(self._cos)))
         return ops.embedding(positions, self._cos), ops.embedding(positions, self._sin)

@@ -6,10 +6,12 @@ so that one error names every missing, misshapen and unused tensor.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+
+from headrace.ops.xp import Array
 
 if TYPE_CHECKING:
     from headrace.ops.native.packed import StoredTensor
@@ -35,14 +37,16 @@ class Checkpoint(Protocol):
         ...
 
     # A checkpoint may also have `read_packed(name) -> StoredTensor | None`: the tensor as it is stored, where that is a
-    # format that the native kernels read.
+    # format that the native kernels read; and `fill(name, target)`: write the tensor into one of a GPU's.
 
 
 class WeightSource:
     """Hands a checkpoint's tensors to layers and keeps account of what was taken, missing and misshapen."""
 
-    def __init__(self, checkpoint: Checkpoint):
+    def __init__(self, checkpoint: Checkpoint, place: Callable[[np.ndarray], Array] | None = None):
+        """`place` puts a small tensor (norm, bias) where the model computes; None: it stays."""
         self._checkpoint = checkpoint
+        self.place: Callable[[np.ndarray], Array] = place or (lambda array: array)
         self._names = frozenset(checkpoint.names())
         self._taken: set[str] = set()
         self._missing: list[str] = []
@@ -71,6 +75,20 @@ class WeightSource:
             self._taken.add(name)
             return stored
         return stored_float32(self.take(name, shape))
+
+    def fill(self, name: str, target: Array) -> None:
+        """Write the tensor into `target`, of the shape expected and in a GPU's memory; problems are noted as `take`
+        does."""
+        shape = tuple(target.shape)
+        known = name in self._names and tuple(self._checkpoint.shape(name)) == shape
+        if known and (fill := getattr(self._checkpoint, "fill", None)) is not None:
+            self._taken.add(name)
+            fill(name, target)
+        else:
+            from torch import from_numpy
+
+            values = self.take(name, shape)
+            target.copy_(from_numpy(values if values.flags.writeable else values.copy()))
 
     def ignore(self, name: str) -> None:
         """Mark a tensor as known and not needed (rotary inverse frequencies, a tied head's copy)."""

@@ -15,6 +15,8 @@ from headrace.loading.store import repair_of
 from headrace.models.spec import ModelSpec
 
 if TYPE_CHECKING:
+    import torch
+
     from headrace.frontend.tokenizer import Tokenizer
     from headrace.loading.gguf_file import GGUFFile
     from headrace.ops.native.packed import StoredTensor
@@ -214,6 +216,10 @@ class FolderCheckpoint(LoadedCheckpoint):
     def read(self, name: str) -> np.ndarray:
         return self._weights.read(self._stored.get(name, name))
 
+    def fill(self, name: str, target: torch.Tensor) -> None:
+        """Write the tensor into one of a GPU's."""
+        self._weights.fill(self._stored.get(name, name), target)
+
     def tokenizer(self) -> Tokenizer:
         from headrace.frontend.tokenizer import Tokenizer
 
@@ -245,6 +251,10 @@ class DummyModel(LoadedCheckpoint):
 
     def read(self, name: str) -> np.ndarray:
         return self._weights.read(name)
+
+    def fill(self, name: str, target: torch.Tensor) -> None:
+        """Write the tensor into one of a GPU's."""
+        self._weights.fill(name, target)
 
     def tokenizer(self) -> Tokenizer:
         from headrace.frontend.tokenizer import Tokenizer

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import zlib
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from headrace.models.spec import ModelSpec, MoESpec
+
+if TYPE_CHECKING:
+    import torch
 
 STD = 0.05
 
@@ -117,3 +121,10 @@ class DummyCheckpoint:
         if name.endswith("norm.weight"):
             values += np.float32(1.0 - self.spec.norm_offset)
         return values
+
+    def fill(self, name: str, target: torch.Tensor) -> None:
+        """Numbers of the same kind, made where `target` is: billions of them in a moment. Not those of `read`."""
+        import torch
+
+        seed = zlib.crc32(f"{self.seed} {name}".encode())
+        target.normal_(0.0, STD, generator=torch.Generator(target.device).manual_seed(seed))

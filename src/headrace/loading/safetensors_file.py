@@ -12,12 +12,17 @@ from __future__ import annotations
 import json
 import math
 import mmap
+import warnings
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from headrace.loading.errors import CheckpointError
 from headrace.loading.json_file import read_json
+
+if TYPE_CHECKING:
+    import torch
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -85,6 +90,23 @@ class SafetensorsFolder:
 
     def read(self, name: str) -> np.ndarray:
         """The tensor as float32; read-only where it is stored so."""
+        values, dtype = self._stored(name)
+        if dtype == "BF16":
+            values = (values.astype(np.uint32) << 16).view(np.float32)
+        return np.require(values.astype(np.float32, copy=False), requirements=["C", "A"])
+
+    def fill(self, name: str, target: torch.Tensor) -> None:
+        """Write the tensor into `target`, which may be a GPU's and of another dtype, without a float32 copy."""
+        import torch
+
+        values, dtype = self._stored(name)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the file's pages are read-only, and nothing here writes
+            stored = torch.from_numpy(values.view(np.int16) if dtype == "BF16" else values)
+        target.copy_(stored.view(torch.bfloat16) if dtype == "BF16" else stored)
+
+    def _stored(self, name: str) -> tuple[np.ndarray, str]:
+        """The tensor as it lies in the file, and its dtype there."""
         shard = self._shard(name)
         dtype, shape, start, end = shard.tensors[name]
         stored = DTYPES.get(dtype)
@@ -93,10 +115,7 @@ class SafetensorsFolder:
         count = math.prod(shape)
         if count * np.dtype(stored).itemsize != end - start:
             raise CheckpointError(f"{shard.path}: tensor {name!r} {list(shape)} {dtype} does not fit its bytes")
-        values = np.frombuffer(shard.map, stored, count, start)
-        if dtype == "BF16":
-            values = (values.astype(np.uint32) << 16).view(np.float32)
-        return np.require(values.astype(np.float32, copy=False).reshape(shape), requirements=["C", "A"])
+        return np.frombuffer(shard.map, stored, count, start).reshape(shape), dtype
 
     def _shard(self, name: str) -> _Shard:
         if name not in self._home:

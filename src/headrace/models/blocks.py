@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from headrace.attention.base import LayerAttention
 from headrace.layers.attention import Attend, Attention
 from headrace.layers.embedding import Embedding, LMHead
@@ -97,6 +99,11 @@ class CausalLM:
             update = layer(normed, residual, angles[self.spec.layer_rope(index)], attend)
             normed, residual = next_norm.add(update, residual)
         return normed
+
+    def prepare(self, max_len: int, place: Callable[[np.ndarray], Array]) -> None:
+        """Put what depends on positions alone where the model computes, for sequences of up to `max_len` tokens."""
+        for rotary in self.rotaries.values():
+            rotary.prepare(max_len, place)
 
     def logits(self, hidden: Array) -> Array:
         """Scores of every token, float32 [L, V], of hidden states [L, H]."""

@@ -1,0 +1,112 @@
+"""TritonAttention: every head size and feature on a GPU, over head-major pages; rotation and cache writes included."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from headrace.attention.base import AttentionCaps, LayerAttention
+from headrace.core.kv_layout import KVGroup
+from headrace.ops.triton.attention import (
+    DecodeSpace,
+    PagedRows,
+    Scores,
+    decode_attention,
+    plan_items,
+    prefill_attention,
+)
+from headrace.ops.triton.rotate import HeadShape, rotate_and_write
+from headrace.ops.xp import Array
+
+
+@dataclass(frozen=True)
+class TritonMeta:
+    """What the layers of one group share in a step. Spans 0 .. num_decodes-1 have one token each."""
+
+    paged: PagedRows
+    slots: torch.Tensor  # int32 [T]
+    num_decodes: int
+    tiles: tuple[torch.Tensor, torch.Tensor] | None  # of the other spans, as prefill_attention takes them
+    space: DecodeSpace
+
+
+class TritonAttention:
+    """Writes keys and values, then decodes with the context split and prefills in tiles, in one step if need be."""
+
+    name = "triton"
+    caps = AttentionCaps(
+        devices=frozenset({"cuda"}), kv_formats=frozenset({"bfloat16", "float16", "float32"}), graph_support=True
+    )
+
+    def __init__(self, block_size: int):
+        self.block_size = block_size
+        self._spaces: list[DecodeSpace] = []
+
+    def reserve(self, groups: tuple[KVGroup, ...], num_heads: int, max_rows: int, device: torch.device) -> None:
+        """Take the memory of split decoding, once, before the first step."""
+        self._spaces = [
+            DecodeSpace.create(max_rows, HeadShape(num_heads, group.num_kv_heads, group.head_dim), device)
+            for group in groups
+        ]
+        self._num_heads = num_heads
+
+    def plan(self, batch: Any, group: int, spec: KVGroup) -> TritonMeta:
+        """Metadata of a DeviceBatch; cuts the contexts of its one-token spans into items."""
+        spans, decodes = batch.spans, batch.num_decodes
+        paged = PagedRows(
+            batch.block_tables[group], spans.rows, spans.query_start, spans.seq_lens, batch.num_decode_rows
+        )
+        if decodes:
+            shape = HeadShape(self._num_heads, spec.num_kv_heads, spec.head_dim)
+            first = replace(paged, rows=spans.rows[:decodes])
+            plan_items(first, spans.query_lens, shape, spec.window or 0, self._spaces[group])
+        return TritonMeta(paged, spans.slots[group], decodes, batch.tiles, self._spaces[group])
+
+    def run(
+        self, q: Array, k: Array, v: Array, cache: tuple[Array, Array], meta: TritonMeta, layer: LayerAttention
+    ) -> Array:
+        """See AttentionBackend."""
+        nothing = q.new_zeros((q.shape[0], 0), dtype=torch.float32)
+        qkv = torch.cat([q, k, v], dim=1)
+        return self.run_fused(qkv, (nothing, nothing), None, cache, meta, layer)
+
+    def run_fused(
+        self,
+        qkv: Array,
+        angles: tuple[Array, Array],
+        norms: tuple[Array, Array, float] | None,
+        cache: tuple[Array, Array],
+        meta: TritonMeta,
+        layer: LayerAttention,
+    ) -> Array:
+        """Attention output [T, heads * D] of an unrotated qkv [T, q | k | v] or [parts, T, ...]; `norms`: scales of q
+        and k heads, epsilon."""
+        shape = HeadShape(layer.num_heads, layer.num_kv_heads, layer.head_dim)
+        q = rotate_and_write(qkv, shape, *angles, cache, meta.slots, norms)
+        scores = Scores(layer.scale, layer.soft_cap, layer.window or 0, layer.sinks)
+        out = torch.empty_like(q)
+        if meta.num_decodes:
+            first = replace(meta.paged, rows=meta.paged.rows[: meta.num_decodes])
+            decode_attention(q, cache, first, shape, scores, meta.space, 1, out)
+        if meta.tiles is not None:
+            prefill_attention(q, cache, meta.paged, meta.tiles, shape, scores, out)
+        return out
+
+
+class StepAttention:
+    """The hook that a model's layers call in one step."""
+
+    def __init__(self, backend: TritonAttention, cache: Any, metas: list[TritonMeta], layers: list[LayerAttention]):
+        self._backend, self._cache, self._metas, self._layers = backend, cache, metas, layers
+
+    def __call__(self, layer: int, q: Array, k: Array, v: Array) -> Array:
+        meta = self._metas[self._cache.group(layer)]
+        return self._backend.run(q, k, v, self._cache.pages(layer), meta, self._layers[layer])
+
+    def fused(self, layer: int, qkv: Array, angles: tuple[Array, Array], norms: tuple[Any, ...]) -> Array:
+        """See layers.attention.Fused."""
+        meta = self._metas[self._cache.group(layer)]
+        scales = (norms[0].weight, norms[1].weight, norms[0].eps) if norms else None
+        return self._backend.run_fused(qkv, angles, scales, self._cache.pages(layer), meta, self._layers[layer])

@@ -1,0 +1,187 @@
+"""Products of few tokens with a large weight, which are bound by reading the weight.
+
+Weight rows lie on the long side of the matrix unit, tokens on the short one. With `split` > 1 the inner dimension is
+cut, so that more processors read; each part writes its own sums, which the op that takes the result adds up in order:
+nothing is added by atomics, so the bits do not depend on who finishes first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+from headrace.ops.triton.pointwise import gated
+from headrace.ops.triton.runtime import INTERPRETED, launch_options, num_processors, power_of_two
+
+MAX_TOKENS = 64  # more are served better by the library's products
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a product is cut: weight rows and inner elements of a tile, parts of the inner dimension, pipeline depth."""
+
+    rows: int
+    inner: int
+    split: int
+    stages: int
+    warps: int = 4
+
+
+@triton.jit
+def _linear(
+    weight, x, bias, out, num_tokens, rows, inner, x_token, out_part, out_token,
+    ROWS: tl.constexpr, TOKENS: tl.constexpr, INNER: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
+    EVEN_ROWS: tl.constexpr, EVEN_INNER: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    part = tl.program_id(1)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    token = tl.arange(0, TOKENS)
+    step = tl.arange(0, INNER)
+    span = tl.cdiv(tl.cdiv(inner, SPLIT), INNER) * INNER
+    first = part * span
+    last = tl.minimum(first + span, inner)
+    weights = weight + row[:, None].to(tl.int64) * inner + (first + step)[None, :]
+    inputs = x + token[None, :] * x_token + (first + step)[:, None]
+    known = token[None, :] < num_tokens
+    inside = row[:, None] < rows
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    sums = tl.zeros((ROWS, TOKENS), tl.float32)
+    for start in tl.range(first, last, INNER, num_stages=STAGES):
+        if EVEN_ROWS and EVEN_INNER:
+            a = tl.load(weights, eviction_policy="evict_first")
+            b = tl.load(inputs, mask=known, other=0.0)
+        else:
+            left = start + step < last
+            a = tl.load(weights, mask=inside & left[None, :], other=0.0, eviction_policy="evict_first")
+            b = tl.load(inputs, mask=known & left[:, None], other=0.0)
+        sums = tl.dot(a, b, sums, input_precision="ieee")
+        weights += INNER
+        inputs += INNER
+    if BIAS:
+        added = tl.load(bias + row, mask=row < rows, other=0.0).to(tl.float32)
+        sums += tl.where(part == 0, added, 0.0)[:, None]
+    target = out + part * out_part + token[None, :] * out_token + row[:, None]
+    tl.store(target, sums.to(out.dtype.element_ty), mask=known & inside)
+
+
+@triton.jit
+def _gated_linear(
+    weight, x, bias, out, num_tokens, rows, inner, x_token, out_token,
+    ROWS: tl.constexpr, TOKENS: tl.constexpr, INNER: tl.constexpr, STAGES: tl.constexpr, KIND: tl.constexpr,
+    EVEN_ROWS: tl.constexpr, EVEN_INNER: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    token = tl.arange(0, TOKENS)
+    step = tl.arange(0, INNER)
+    gate_weights = weight + row[:, None].to(tl.int64) * inner + step[None, :]
+    up_weights = gate_weights + rows.to(tl.int64) * inner
+    inputs = x + token[None, :] * x_token + step[:, None]
+    known = token[None, :] < num_tokens
+    inside = row[:, None] < rows
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    gate = tl.zeros((ROWS, TOKENS), tl.float32)
+    up = tl.zeros((ROWS, TOKENS), tl.float32)
+    for start in tl.range(0, inner, INNER, num_stages=STAGES):
+        if EVEN_ROWS and EVEN_INNER:
+            b = tl.load(inputs, mask=known, other=0.0)
+            gate = tl.dot(tl.load(gate_weights, eviction_policy="evict_first"), b, gate, input_precision="ieee")
+            up = tl.dot(tl.load(up_weights, eviction_policy="evict_first"), b, up, input_precision="ieee")
+        else:
+            left = start + step < inner
+            mask = inside & left[None, :]
+            b = tl.load(inputs, mask=known & left[:, None], other=0.0)
+            gate = tl.dot(tl.load(gate_weights, mask=mask, other=0.0), b, gate, input_precision="ieee")
+            up = tl.dot(tl.load(up_weights, mask=mask, other=0.0), b, up, input_precision="ieee")
+        gate_weights += INNER
+        up_weights += INNER
+        inputs += INNER
+    if BIAS:
+        gate += tl.load(bias + row, mask=row < rows, other=0.0).to(tl.float32)[:, None]
+        up += tl.load(bias + rows + row, mask=row < rows, other=0.0).to(tl.float32)[:, None]
+    result = gated(gate, up, KIND)
+    tl.store(out + token[None, :] * out_token + row[:, None], result.to(out.dtype.element_ty), mask=known & inside)
+
+
+def _inner_step(inner: int, widest: int) -> int:
+    """The widest step up to `widest` that divides `inner`; `widest`, masked, if none does."""
+    step = widest
+    while step >= 32:
+        if inner % step == 0:
+            return step
+        step //= 2
+    return min(widest, power_of_two(inner, 16))
+
+
+@cache
+def choose_tile(tokens: int, rows: int, inner: int, can_split: bool) -> Tile:
+    """A tile for so many tokens (a power of two), from what was measured on an H200."""
+    if INTERPRETED:  # any will do; one that exercises both parts and masks
+        return Tile(64, _inner_step(inner, 64), 2 if can_split and inner >= 128 else 1, 1)
+    wide = tokens <= 16
+    split = 1
+    if can_split:
+        while split < 4 and triton.cdiv(rows, 64) * split < num_processors() * 0.9 and inner // (2 * split) >= 512:
+            split *= 2
+    step = _inner_step(inner // split, 256 if wide else 128 if tokens <= 32 else 64)
+    stages = max(2, min(5 if step < 256 else 4, inner // split // step))
+    return Tile(64, step, split, stages)
+
+
+@cache
+def choose_gated_tile(tokens: int, rows: int, inner: int) -> Tile:
+    """As `choose_tile`, for a merged gate and up, whose tiles hold both."""
+    if INTERPRETED:
+        return Tile(32, _inner_step(inner, 64), 1, 1)
+    if tokens <= 16:
+        return Tile(32, _inner_step(inner, 128), 1, 4)
+    return Tile(64, _inner_step(inner, 64), 1, 4)
+
+
+def skinny_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    parts: bool,
+    tile: Tile | None = None,
+) -> torch.Tensor:
+    """x [T <= 64, K] times weight [N, K] transposed, plus bias: `dtype` [T, N]; if `parts`, perhaps float32
+    [split, T, N] whose sum over the first axis that is."""
+    tokens, (rows, inner) = x.shape[0], weight.shape
+    width = power_of_two(tokens, 16)
+    tile = tile or choose_tile(width, rows, inner, parts)
+    shape = (tokens, rows) if tile.split == 1 else (tile.split, tokens, rows)
+    out = torch.empty(shape, dtype=dtype if tile.split == 1 else torch.float32, device=x.device)
+    _linear[(triton.cdiv(rows, tile.rows), tile.split)](
+        weight, x, weight if bias is None else bias, out, tokens, rows, inner,
+        x.stride(0), 0 if tile.split == 1 else out.stride(0), rows,
+        ROWS=tile.rows, TOKENS=width, INNER=tile.inner, SPLIT=tile.split, STAGES=tile.stages,
+        EVEN_ROWS=rows % tile.rows == 0, EVEN_INNER=inner % (tile.inner * tile.split) == 0, BIAS=bias is not None,
+        **launch_options(tile.warps, tile.stages),
+    )  # fmt: skip
+    return out
+
+
+def skinny_gated(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, kind: int, tile: Tile | None = None
+) -> torch.Tensor:
+    """activation(gate) * up [T, I] in x's dtype for x [T <= 64, K] and weight [2I, K] = gate above up."""
+    tokens, rows, inner = x.shape[0], weight.shape[0] // 2, weight.shape[1]
+    width = power_of_two(tokens, 16)
+    tile = tile or choose_gated_tile(width, rows, inner)
+    out = torch.empty((tokens, rows), dtype=x.dtype, device=x.device)
+    _gated_linear[(triton.cdiv(rows, tile.rows),)](
+        weight, x, weight if bias is None else bias, out, tokens, rows, inner, x.stride(0), rows,
+        ROWS=tile.rows, TOKENS=width, INNER=tile.inner, STAGES=tile.stages, KIND=kind,
+        EVEN_ROWS=rows % tile.rows == 0, EVEN_INNER=inner % tile.inner == 0, BIAS=bias is not None,
+        **launch_options(tile.warps, tile.stages),
+    )  # fmt: skip
+    return out

@@ -1,0 +1,100 @@
+"""Weights as one GPU tensor a layer, in the dtype that the model computes in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from headrace.layers.weights import WeightSource
+from headrace.ops.registry import Op
+from headrace.ops.triton import pointwise
+from headrace.ops.triton.skinny import MAX_TOKENS, skinny_gated, skinny_linear
+from headrace.quant.base import LinearMethod
+
+
+@dataclass(frozen=True)
+class DenseMatrix:
+    """A weight [out, in] on the GPU."""
+
+    weight: torch.Tensor
+
+    @property
+    def size(self) -> int:
+        return self.weight.numel()
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes
+
+
+class DenseLinear:
+    """Few tokens: our own kernels, bound by reading the weight. Many, and float32: the library's product."""
+
+    input_quant: str | None = None
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, max_skinny: int = MAX_TOKENS):
+        self._device, self._dtype = device, dtype
+        self._max_skinny = max_skinny if dtype != torch.float32 else 0
+
+    def create(self, source: WeightSource, names: Sequence[str], shapes: Sequence[tuple[int, int]]) -> DenseMatrix:
+        weight = torch.empty((sum(rows for rows, _ in shapes), shapes[0][1]), dtype=self._dtype, device=self._device)
+        start = 0
+        for name, (rows, _) in zip(names, shapes, strict=True):
+            source.fill(name, weight[start : start + rows])
+            start += rows
+        return DenseMatrix(weight)
+
+    def apply(
+        self, weights: DenseMatrix, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See LinearMethod; the result has the model's dtype."""
+        result = self._product(weights.weight, x, bias, self._dtype, parts=False)
+        return result if out is None else out.copy_(result)
+
+    def apply_partial(self, weights: DenseMatrix, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """As `apply`, or float32 [parts, T, out] whose sum it is."""
+        return self._product(weights.weight, x, bias, self._dtype, parts=True)
+
+    def apply_gated(
+        self, weights: DenseMatrix, x: torch.Tensor, bias: torch.Tensor | None, activation: Op
+    ) -> torch.Tensor:
+        """activation(gate, up) [T, out / 2] of a merged gate and up."""
+        kind = pointwise.KINDS.get(activation.name)
+        if kind is None or not 0 < x.shape[0] <= self._max_skinny:
+            return activation(self.apply(weights, x, bias))
+        return skinny_gated(x, weights.weight, bias, kind)
+
+    def logits(self, weights: DenseMatrix, x: torch.Tensor) -> torch.Tensor:
+        """As `apply`, float32: scores closer than the model's dtype can tell apart are kept apart."""
+        return self._product(weights.weight, x, None, torch.float32, parts=False)
+
+    def rows(self, weights: DenseMatrix, ids: torch.Tensor) -> torch.Tensor:
+        return pointwise.embedding_rows(ids, weights.weight)
+
+    def num_bytes(self, weights: DenseMatrix) -> int:
+        return weights.nbytes
+
+    def _product(
+        self, weight: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype, parts: bool
+    ) -> torch.Tensor:
+        if 0 < x.shape[0] <= self._max_skinny:
+            return skinny_linear(x, weight, bias, dtype, parts)
+        if dtype != weight.dtype and weight.is_cuda:
+            return torch.mm(x, weight.T, out_dtype=dtype)
+        if bias is not None:
+            return torch.addmm(bias.to(weight.dtype), x, weight.T).to(dtype)
+        return torch.mm(x, weight.T).to(dtype)
+
+
+class Dense:
+    """Every layer, the embedding and the head in one dtype."""
+
+    name = "dense"
+
+    def __init__(self, device: torch.device, dtype: torch.dtype):
+        self._method = DenseLinear(device, dtype)
+
+    def linear(self, name: str) -> LinearMethod:
+        return self._method

@@ -1,0 +1,31 @@
+"""The worker of the device that the configuration names."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from headrace.config import EngineConfig
+from headrace.core.kv_layout import KVLayout
+from headrace.layers.weights import Checkpoint
+from headrace.models.spec import ModelSpec
+from headrace.sampling.grammar import GrammarCompiler
+from headrace.worker.worker import Worker
+
+if TYPE_CHECKING:
+    from headrace.worker.device_worker import DeviceWorker
+
+
+def make_worker(
+    spec: ModelSpec,
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    layout: KVLayout,
+    attention_backend: str | None,
+    grammars: GrammarCompiler,
+) -> Worker | DeviceWorker:
+    """See Worker; what needs torch is imported only for a GPU."""
+    if config.device == "cpu":
+        return Worker(spec, checkpoint, config, layout, attention_backend, grammars)
+    from headrace.worker.device_worker import DeviceWorker
+
+    return DeviceWorker(spec, checkpoint, config, layout, attention_backend, grammars)

@@ -1,0 +1,187 @@
+"""DeviceBatch: the arrays of one step on the GPU, at fixed addresses, so that eager steps and graphs read the same.
+
+What the host knows of a step goes over in one transfer from pinned memory, laid out as `_Layout` says; the rest is
+filled by kernels from the request table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from headrace.core.plan import StepPlan
+from headrace.ops.triton.step import Lines, StepSpans
+from headrace.worker.device_table import DeviceTable
+
+_RING = 4  # pinned buffers: more than there can be steps in flight
+
+
+@dataclass(frozen=True)
+class DeviceBatch:
+    """One step: R spans (padded), T tokens, L lines of logits, G layer groups."""
+
+    spans: StepSpans
+    lines: Lines
+    logit_index: torch.Tensor | None  # int32 [L] tokens whose logits are wanted; None: token l of line l
+    block_tables: tuple[torch.Tensor, ...]  # G x int32 [max rows, max blocks]
+    num_decode_rows: torch.Tensor  # int32 [1]  leading spans of one token, padding left out
+    num_decodes: int  # the same with padding
+    tiles: tuple[torch.Tensor, torch.Tensor] | None  # of the other spans
+    longest: int  # tokens of the longest span
+
+
+class _Layout:
+    """Where the parts lie in the buffer that the host fills, in int32 words."""
+
+    def __init__(self, max_rows: int, max_tiles: int):
+        at = 0
+        self.slices: dict[str, slice] = {}
+        for name, size in (
+            ("counts", 2),  # spans that are not padding; leading ones of one token
+            ("rows", max_rows),
+            ("query_start", max_rows + 1),
+            ("line_of", max_rows),
+            ("span_of", max_rows),
+            ("logit_index", max_rows),
+            ("tile_span", max_tiles),
+            ("tile_first", max_tiles),
+        ):
+            self.slices[name] = slice(at, at + size)
+            at += size
+        self.size = at
+
+
+class DeviceBatchBuilder:
+    """Owns the buffers of steps of up to `max_rows` spans and `max_tokens` tokens."""
+
+    def __init__(self, table: DeviceTable, max_rows: int, max_tokens: int, tile: int, device: torch.device):
+        self._table = table
+        self._tile = tile
+        self._device = device
+        pinned = device.type == "cuda"
+        layout = _Layout(max_rows, max_rows + -(-max_tokens // tile))
+        self._slices = layout.slices
+        self._pinned = [torch.zeros(layout.size, dtype=torch.int32, pin_memory=pinned) for _ in range(_RING)]
+        self._turn = 0
+        self._inbox = torch.zeros(layout.size, dtype=torch.int32, device=device)
+        self._sent = np.zeros(0, np.int32)
+        self._patch_pinned = [torch.zeros(0, dtype=torch.int32) for _ in range(_RING)]
+        self._patch_events: list[torch.cuda.Event | None] = [None] * _RING
+        self._patch_turn = 0
+        groups = table.view.num_groups
+
+        def zeros(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        self._token_ids, self._positions, self._slots = zeros(max_tokens), zeros(max_tokens), zeros(groups, max_tokens)
+        self._seq_lens, self._query_lens = zeros(max_rows), zeros(max_rows)
+        self._block_tables = tuple(table.view.block_table(group) for group in range(groups))
+
+    def _part(self, name: str, count: int) -> torch.Tensor:
+        start = self._slices[name].start
+        return self._inbox[start : start + count]
+
+    def decode_batch(self, num_rows: int) -> DeviceBatch:
+        """The batch of a decode step padded to `num_rows`; its content comes with `send`."""
+        spans = self._spans(num_rows, num_rows)
+        lines = Lines(self._part("span_of", num_rows), self._part("line_of", num_rows))
+        counts = self._part("counts", 2)
+        return DeviceBatch(spans, lines, None, self._block_tables, counts[1:], num_rows, None, 1)
+
+    def _spans(self, num_rows: int, num_tokens: int) -> StepSpans:
+        return StepSpans(
+            rows=self._part("rows", num_rows),
+            query_start=self._part("query_start", num_rows + 1),
+            num_rows=self._part("counts", 2)[:1],
+            token_ids=self._token_ids[:num_tokens],
+            positions=self._positions[:num_tokens],
+            seq_lens=self._seq_lens[:num_rows],
+            query_lens=self._query_lens[:num_rows],
+            slots=self._slots[:, :num_tokens],
+        )
+
+    def idle(self) -> None:
+        """Make every following run of a decode batch a step of padding only, until `send`."""
+        self._inbox.zero_()
+        start = self._slices["query_start"].start
+        count = self._slices["query_start"].stop - start
+        self._inbox[start : start + count] = torch.arange(count, dtype=torch.int32, device=self._device)
+        self._sent = np.zeros(0, np.int32)
+
+    def send(self, plan: StepPlan, padded: int | None) -> DeviceBatch:
+        """Bring a step to the GPU; `padded`: rows of the decode batch it is to run as, None: any other step."""
+        count = plan.num_spans
+        lengths, rows = plan.lengths, plan.rows
+        drawn = plan.yields & ~self._table.hosted[rows]
+        words = np.zeros(self._inbox.shape[0], np.int32)
+        at = {name: where.start for name, where in self._slices.items()}
+        words[at["rows"] : at["rows"] + count] = rows
+        starts = words[self._slices["query_start"]]
+        if padded is not None:
+            words[at["counts"] : at["counts"] + 2] = count
+            starts[:] = np.arange(len(starts))
+            lines = np.arange(count, dtype=np.int32)
+            words[at["line_of"] : at["line_of"] + count] = np.where(drawn, lines, -1)
+            words[at["span_of"] : at["span_of"] + count] = lines
+            self._upload(words)
+            return self.decode_batch(padded)
+        np.cumsum(lengths, out=starts[1 : count + 1])
+        decodes = int(np.argmax(lengths != 1)) if (lengths != 1).any() else count
+        words[at["counts"]], words[at["counts"] + 1] = count, decodes
+        yielding = np.flatnonzero(plan.yields).astype(np.int32)
+        line_of = np.full(count, -1, np.int32)
+        line_of[yielding] = np.arange(len(yielding))
+        words[at["line_of"] : at["line_of"] + count] = np.where(drawn, line_of, -1)
+        words[at["span_of"] : at["span_of"] + len(yielding)] = yielding
+        words[at["logit_index"] : at["logit_index"] + len(yielding)] = starts[yielding + 1] - 1
+        tiles = [(span, first) for span in range(decodes, count) for first in range(0, int(lengths[span]), self._tile)]
+        if tiles:
+            spans_of, firsts = np.array(tiles, np.int32).T
+            words[at["tile_span"] : at["tile_span"] + len(tiles)] = spans_of
+            words[at["tile_first"] : at["tile_first"] + len(tiles)] = firsts
+        self._upload(words)
+        return DeviceBatch(
+            spans=self._spans(count, plan.num_tokens),
+            lines=Lines(self._part("span_of", len(yielding)), self._part("line_of", count)),
+            logit_index=self._part("logit_index", len(yielding)),
+            block_tables=self._block_tables,
+            num_decode_rows=self._part("counts", 2)[1:],
+            num_decodes=decodes,
+            tiles=(self._part("tile_span", len(tiles)), self._part("tile_first", len(tiles))) if tiles else None,
+            longest=int(lengths.max()),
+        )
+
+    def _upload(self, words: np.ndarray) -> None:
+        if np.array_equal(words, self._sent):  # the same rows once more
+            return
+        self._sent = words
+        pinned = self._pinned[self._turn]
+        self._turn = (self._turn + 1) % _RING
+        pinned.numpy()[:] = words
+        self._inbox.copy_(pinned, non_blocking=True)
+
+    def take_patches(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """(words, segments) of what the table has to be told, on the GPU; None: nothing."""
+        taken = self._table.patches.take()
+        if taken is None:
+            return None
+        segments, words = taken
+        size = segments.size + len(words)
+        turn = self._patch_turn
+        self._patch_turn = (turn + 1) % _RING
+        if (event := self._patch_events[turn]) is not None:
+            event.synchronize()
+        if self._patch_pinned[turn].shape[0] < size:
+            pinned = self._device.type == "cuda"
+            self._patch_pinned[turn] = torch.zeros(2 * size, dtype=torch.int32, pin_memory=pinned)
+        buffer = self._patch_pinned[turn]
+        buffer.numpy()[: segments.size] = segments.reshape(-1)
+        buffer.numpy()[segments.size : size] = words
+        moved = buffer[:size].to(self._device, non_blocking=True)
+        if self._device.type == "cuda":
+            event = torch.cuda.Event()
+            event.record()
+            self._patch_events[turn] = event
+        return moved[segments.size :], moved[: segments.size].view(-1, 4)

@@ -1,0 +1,234 @@
+"""DeviceRunner: one step on a GPU, as a straight line that the host walks ahead of the GPU.
+
+    plan -> table and patches -> batch -> [inputs -> attention metadata -> forward -> logits -> draw -> table] -> result
+
+What stands in brackets runs on the GPU alone, reads the request table there and writes back into it, so the next step
+can be sent before this one's tokens are known; a decode step is one graph. Rows with options that no kernel knows are
+drawn for on the host by the sampler of the CPU engine, and their steps are waited for.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from headrace.attention.triton import StepAttention, TritonAttention
+from headrace.core.plan import StageTimes, StepPlan, StepResult, TokenLogprobs
+from headrace.models.blocks import CausalLM
+from headrace.ops.triton.attention import prefill_tile
+from headrace.ops.triton.rotate import HeadShape
+from headrace.ops.triton.step import build_inputs, draw_and_commit, patch
+from headrace.sampling.logprobs import SLICE, by_span, token_logprobs
+from headrace.sampling.sampler import DAMAGED, Sampled, Sampler
+from headrace.sampling.state import SamplingBatch
+from headrace.worker.device_batch import DeviceBatch, DeviceBatchBuilder
+from headrace.worker.device_cache import DeviceKVCache
+from headrace.worker.device_table import DeviceTable
+from headrace.worker.graphs import GraphKey, GraphLauncher
+
+_RING = 4  # results on their way to the host: more than there can be steps in flight
+
+
+@dataclass
+class _Slot:
+    """Where a step's result lands on the host."""
+
+    drawn: torch.Tensor  # int32 [max rows], pinned
+    started: torch.cuda.Event | None
+    finished: torch.cuda.Event | None
+
+
+class PendingStep:
+    """A step that the GPU works on."""
+
+    def __init__(self, plan: StepPlan, slot: _Slot, yielding: np.ndarray, prepare: float):
+        self._plan, self._slot, self._yielding, self._prepare = plan, slot, yielding, prepare
+
+    def result(self) -> StepResult:
+        """Wait for the step and read what it drew."""
+        waited, slot = 0.0, self._slot
+        if slot.finished is not None and slot.started is not None:
+            slot.finished.synchronize()
+            waited = slot.started.elapsed_time(slot.finished) / 1e3
+        plan = self._plan
+        drawn = slot.drawn.numpy()[: plan.num_spans].tolist()
+        tokens = [[token] if yields and token >= 0 else [] for token, yields in zip(drawn, self._yielding, strict=True)]
+        errors = {
+            index: DAMAGED
+            for index, (token, yields) in enumerate(zip(drawn, self._yielding, strict=True))
+            if yields and token < 0
+        }
+        return StepResult(
+            plan.step_id,
+            tokens=tokens,
+            num_accepted=[0] * plan.num_spans,
+            errors=errors,
+            times=StageTimes(prepare=self._prepare, forward=waited),
+        )
+
+
+class FinishedStep:
+    """A step whose result is known."""
+
+    def __init__(self, result: StepResult):
+        self._result = result
+
+    def result(self) -> StepResult:
+        return self._result
+
+
+class DeviceRunner:
+    """Runs plans against one model and one KV cache on a GPU."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        cache: DeviceKVCache,
+        table: DeviceTable,
+        backend: TritonAttention,
+        sampler: Sampler,
+        max_tokens: int,
+        graphs: bool,
+    ):
+        self._model, self._cache, self._table, self._backend, self._sampler = model, cache, table, backend, sampler
+        self._layers = model.attention_layers
+        device = table.view.words.device
+        max_rows = table.view.max_rows
+        layer = self._layers[0]
+        tile = prefill_tile(HeadShape(layer.num_heads, layer.num_kv_heads, layer.head_dim))
+        self._builder = DeviceBatchBuilder(table, max_rows, max_tokens, tile, device)
+        self._drawn = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        on_gpu = device.type == "cuda"
+        self._slots = [
+            _Slot(
+                torch.zeros(max_rows, dtype=torch.int32, pin_memory=on_gpu),
+                torch.cuda.Event(enable_timing=True) if on_gpu else None,
+                torch.cuda.Event(enable_timing=True) if on_gpu else None,
+            )
+            for _ in range(_RING)
+        ]
+        self._turn = 0
+        self._logits: torch.Tensor | None = None  # of the step that runs, for rows drawn on the host
+        self.launcher = GraphLauncher(self._decode, self._builder.idle, max_rows, graphs and on_gpu)
+        self.launcher.prepare()
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> PendingStep | FinishedStep:
+        """Send one step; its result can be waited for."""
+        started = time.perf_counter()
+        table = self._table
+        table.apply(plan)
+        self._cache.copy_blocks(plan.block_copies)
+        rows = plan.rows
+        hosted = table.hosted[rows]
+        slot = self._slots[self._turn]
+        self._turn = (self._turn + 1) % _RING
+        warm = bool(table.warm[rows].any())
+        cut = warm and bool(table.cut[rows].any())
+        decoding = plan.num_tokens == plan.num_spans and bool(plan.yields.all()) and not hosted.any()
+        key = self.launcher.pick(plan.num_spans, warm, cut) if decoding else None
+        if key is not None and self.launcher.wants_capture(key):
+            self.launcher.capture(key)
+        self._flush_patches()
+        batch = self._builder.send(plan, None if key is None else key.num_rows)
+        if slot.started is not None:
+            slot.started.record()
+        if key is not None:
+            self.launcher.run(key, plan.num_spans)
+            hidden = None
+        else:
+            hidden = self._step(batch, warm, cut)
+        slot.drawn[: plan.num_spans].copy_(self._drawn[: plan.num_spans], non_blocking=True)
+        if slot.finished is not None:
+            slot.finished.record()
+        table.advance(plan)
+        pending = PendingStep(plan, slot, plan.yields & ~hosted, time.perf_counter() - started)
+        if hidden is None or not hosted.any():
+            return pending
+        return FinishedStep(self._finish_on_host(plan, hosted, hidden, pending))
+
+    def _flush_patches(self) -> None:
+        if (patches := self._builder.take_patches()) is not None:
+            patch(self._table.view.words, *patches)
+
+    def _decode(self, key: GraphKey) -> None:
+        self._step(self._builder.decode_batch(key.num_rows), key.warm, key.cut)
+
+    def _step(self, batch: DeviceBatch, warm: bool, cut: bool) -> torch.Tensor:
+        """What runs on the GPU; returns the hidden states [T, H]."""
+        cache, view = self._cache, self._table.view
+        build_inputs(view, batch.spans, batch.longest, cache.layout.block_size)
+        metas = [self._backend.plan(batch, g, group) for g, group in enumerate(cache.layout.groups)]
+        attend = StepAttention(self._backend, cache, metas, self._layers)
+        hidden = self._model.forward(batch.spans.token_ids, batch.spans.positions, attend)
+        wanted = hidden if batch.logit_index is None else hidden[batch.logit_index]
+        self._logits = self._model.logits(wanted) if wanted.shape[0] else hidden.new_zeros((0, 1), dtype=torch.float32)
+        draw_and_commit(view, batch.spans, batch.lines, self._logits, warm, cut, self._drawn)
+        return hidden
+
+    # -- rows that the host draws for
+
+    def _finish_on_host(
+        self, plan: StepPlan, hosted: np.ndarray, hidden: torch.Tensor, pending: PendingStep
+    ) -> StepResult:
+        assert self._logits is not None
+        table = self._table.host
+        yielding = np.flatnonzero(plan.yields)
+        mine = np.flatnonzero(hosted[yielding])  # lines of logits
+        spans = yielding[mine].astype(np.int32)
+        rows = plan.rows[spans]
+        logits = self._logits[torch.from_numpy(mine).to(hidden.device)].float().cpu().numpy()
+        batch = SamplingBatch(table.sampling, rows, table.num_tokens[rows], table.token_ids)
+        sampled = self._sampler.sample(logits, batch, spans, plan.num_spans, np.full(len(spans), -1, np.int32))
+        prompt_logprobs = self._prompt_logprobs(plan, hidden)
+        result = pending.result()
+        return self._merge(plan, result, sampled, prompt_logprobs)
+
+    def _merge(
+        self,
+        plan: StepPlan,
+        result: StepResult,
+        sampled: Sampled,
+        prompt_logprobs: dict[int, list[TokenLogprobs]],
+    ) -> StepResult:
+        tokens = list(result.tokens)
+        for span in np.flatnonzero(sampled.counts).tolist():
+            tokens[span] = [int(sampled.tokens[span, 0])]
+            self._table.commit_hosted(int(plan.rows[span]), tokens[span][0])
+        self._flush_patches()
+        damaged = {span: DAMAGED for span, entries in prompt_logprobs.items() if not all(entries)}
+        return StepResult(
+            plan.step_id,
+            tokens=tokens,
+            num_accepted=result.num_accepted,
+            candidates=sampled.candidates,
+            errors={**result.errors, **damaged, **sampled.errors},
+            times=result.times,
+            logprobs=sampled.logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
+
+    def _prompt_logprobs(self, plan: StepPlan, hidden: torch.Tensor) -> dict[int, list[TokenLogprobs]]:
+        """By span, of the prompt tokens that follow its tokens."""
+        table = self._table.host
+        sampling = table.sampling
+        span_of = np.repeat(np.arange(plan.num_spans, dtype=np.int32), plan.lengths)
+        first = np.cumsum(plan.lengths) - plan.lengths
+        positions = (np.arange(plan.num_tokens) - first[span_of] + plan.starts[span_of]).astype(np.int32)
+        rows = plan.rows[span_of]
+        wanted = (sampling.prompt_logprobs[rows] >= 0) & (positions + 1 < sampling.prompt_len[rows])
+        index = np.flatnonzero(wanted)
+        if not len(index):
+            return {}
+        tokens = table.token_ids[rows[index], positions[index] + 1].tolist()
+        counts = sampling.prompt_logprobs[rows[index]].tolist()
+        entries: list[TokenLogprobs] = []
+        for start in range(0, len(index), SLICE):
+            part = slice(start, start + SLICE)
+            chosen = torch.from_numpy(index[part]).to(hidden.device)
+            logits = self._model.logits(hidden[chosen]).float().cpu().numpy()
+            entries += token_logprobs(logits, tokens[part], counts[part])
+        return by_span(span_of[index], entries)

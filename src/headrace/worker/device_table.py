@@ -1,0 +1,128 @@
+"""DeviceTable: the request table of a GPU, and the host's copy of what it last knew.
+
+The GPU's table is what steps read and write: with steps in flight only it knows a row's last token. The host sends
+changes as patches (ops/triton/step.py). The copy here is right for rows that the host draws for, whose steps are never
+in flight; of the others it holds what they were admitted with.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from headrace.core.plan import Admit, StepPlan
+from headrace.ops.triton.step import (
+    CHOICE,
+    COMPUTED,
+    KNOWN,
+    MIN_P,
+    RECORD,
+    SEED,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+    TableView,
+)
+from headrace.worker.table import RequestTable
+
+_LOW = 2**31 - 1
+
+
+class Patches:
+    """Segments to be copied into the table, and their words."""
+
+    def __init__(self) -> None:
+        self.segments: list[tuple[int, int, int, int]] = []
+        self.words: list[np.ndarray] = []
+        self.num_words = 0
+
+    def add(self, target: int, words: np.ndarray) -> None:
+        """`words` int32, to be written from `target` on."""
+        self.segments.append((target & _LOW, target >> 31, self.num_words, len(words)))
+        self.words.append(words)
+        self.num_words += len(words)
+
+    def take(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """(segments int32 [S, 4], words int32 [W]) gathered so far, which are forgotten; None: nothing."""
+        if not self.segments:
+            return None
+        taken = np.array(self.segments, np.int32), np.concatenate(self.words)
+        self.segments, self.words, self.num_words = [], [], 0
+        return taken
+
+
+class DeviceTable:
+    """Rows on the GPU (`view`) and on the host (`host`)."""
+
+    def __init__(self, max_rows: int, max_len: int, num_groups: int, block_size: int, device: torch.device):
+        self.view = TableView.create(max_rows, max_len, block_size, num_groups, device)
+        self.host = RequestTable(max_rows, max_len, num_groups, block_size)
+        self.patches = Patches()
+        # rows whose tokens the host draws: options that no kernel knows
+        self.hosted = np.zeros(max_rows, bool)
+        self.warm = np.zeros(max_rows, bool)
+        self.cut = np.zeros(max_rows, bool)
+
+    def apply(self, plan: StepPlan) -> None:
+        """Take in what the scheduler decided; the GPU learns it with the next patches.
+
+        A row may change hands twice in a plan, so what is sent is how the host's copy stands after all of it.
+        """
+        if not (plan.admits or plan.forks or plan.new_blocks):
+            return
+        self.host.apply(plan)
+        for admit in plan.admits:
+            self._classify(admit)
+        for row in dict.fromkeys([admit.row for admit in plan.admits] + [fork.row for fork in plan.forks]):
+            self._send_row(row)
+        grown: dict[tuple[int, int], tuple[int, int]] = {}
+        for new in plan.new_blocks:
+            first, last = grown.get((new.group, new.row), (new.start, 0))
+            grown[new.group, new.row] = min(first, new.start), max(last, new.start + len(new.ids))
+        for (group, row), (first, last) in grown.items():
+            target = self.view.blocks_at(group) + row * self.view.max_blocks + first
+            self.patches.add(target, self.host.block_tables[group][row, first:last].copy())
+
+    def advance(self, plan: StepPlan) -> None:
+        """The spans of rows that the host draws for are computed."""
+        rows = plan.rows
+        mine = self.hosted[rows]
+        self.host.num_computed[rows[mine]] += plan.lengths[mine]
+
+    def commit_hosted(self, row: int, token: int) -> None:
+        """A token that the host drew: the GPU learns it with the next patches."""
+        host = self.host
+        at = min(int(host.num_tokens[row]), self.view.max_len - 1)
+        host.token_ids[row, at] = token
+        host.num_tokens[row] += 1
+        self.patches.add(self.view.tokens_at + row * self.view.max_len + at, host.token_ids[row, at : at + 1].copy())
+        self.patches.add(row * RECORD + KNOWN, host.num_tokens[row : row + 1].copy())
+
+    def _classify(self, admit: Admit) -> None:
+        row, params, sampling = admit.row, admit.params, self.host.sampling
+        self.hosted[row] = (
+            sampling.penalised[row]
+            or sampling.biased[row]
+            or sampling.limited[row]
+            or sampling.censored[row]
+            or sampling.constrained[row]
+            or sampling.logprobs[row] >= 0
+            or sampling.prompt_logprobs[row] >= 0
+            or sampling.candidates[row] > 0
+            or params.min_tokens > 0
+        )
+        self.warm[row] = sampling.temperature[row] > 0
+        self.cut[row] = self.warm[row] and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
+
+    def _send_row(self, row: int) -> None:
+        host, sampling = self.host, self.host.sampling
+        record = np.zeros(RECORD, np.int32)
+        record[KNOWN], record[COMPUTED] = host.num_tokens[row], host.num_computed[row]
+        record[TOP_K] = sampling.top_k[row]
+        for place, column in ((TEMPERATURE, sampling.temperature), (TOP_P, sampling.top_p), (MIN_P, sampling.min_p)):
+            record[place] = column[row : row + 1].view(np.int32)[0]
+        record[SEED : SEED + 2] = sampling.seed[row : row + 1].view(np.int32)
+        record[CHOICE : CHOICE + 2] = sampling.choice[row : row + 1].view(np.int32)
+        self.patches.add(row * RECORD, record)
+        count = int(host.num_tokens[row])
+        self.patches.add(self.view.tokens_at + row * self.view.max_len, host.token_ids[row, :count].copy())

@@ -1,0 +1,78 @@
+"""DeviceWorker: the model, cache, table and runner of one GPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from headrace.attention.select import select_backend
+from headrace.attention.triton import TritonAttention
+from headrace.config import EngineConfig
+from headrace.core.kv_layout import KVLayout
+from headrace.core.plan import StepPlan
+from headrace.layers.weights import Checkpoint, WeightSource
+from headrace.models.registry import build_model
+from headrace.models.spec import ModelSpec
+from headrace.quant.cuda import bind_cuda
+from headrace.sampling.grammar import GrammarCompiler, GrammarTokens
+from headrace.sampling.sampler import Sampler
+from headrace.sampling.stages import default_stages
+from headrace.worker.device_cache import DeviceKVCache
+from headrace.worker.device_runner import DeviceRunner, FinishedStep, PendingStep
+from headrace.worker.device_table import DeviceTable
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+class DeviceWorker:
+    """One model on one GPU."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        checkpoint: Checkpoint,
+        config: EngineConfig,
+        layout: KVLayout,
+        attention_backend: str | None = None,
+        grammars: GrammarCompiler | None = None,
+        device: torch.device | None = None,
+    ):
+        """Without `grammars` no request may have one. Raises ValueError where the model needs what GPUs lack here."""
+        if spec.moe is not None:
+            raise ValueError(f"{spec.family} models have experts, which do not run on GPUs yet; use device=cpu")
+        device = device or torch.device("cuda", torch.cuda.current_device())
+        dtype = DTYPES[config.dtype]
+        scheme = bind_cuda(device, dtype)
+
+        def place(array: np.ndarray) -> torch.Tensor:
+            return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+        with torch.inference_mode():
+            self.model = build_model(spec, WeightSource(checkpoint, place), scheme)
+            self.model.prepare(config.max_model_len, place)
+            backend, self.attention_refusals = select_backend(
+                "cuda", config.dtype, self.model.attention_layers, layout.block_size, attention_backend
+            )
+            assert isinstance(backend, TritonAttention)
+            self.attention_backend = backend.name
+            backend.reserve(layout.groups, spec.num_heads, config.max_num_seqs, device)
+            self._runner = DeviceRunner(
+                self.model,
+                DeviceKVCache(layout, dtype, device),
+                DeviceTable(config.max_num_seqs, config.max_model_len, len(layout.groups), layout.block_size, device),
+                backend,
+                Sampler(default_stages([GrammarTokens(grammars)] if grammars is not None else [])),
+                config.max_num_batched_tokens,
+                graphs=config.graphs,
+            )
+
+    def execute(self, plan: StepPlan) -> PendingStep | FinishedStep:
+        """Send one step to the GPU."""
+        return self._runner.execute(plan)
+
+    def stop(self) -> None:
+        """Let go of the model, the cache and the graphs."""
+        del self._runner, self.model
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
