@@ -43,6 +43,7 @@ class _JobStruct(ctypes.Structure):
         ("dim", ctypes.c_int),
         ("block_size", ctypes.c_int),
         ("window", ctypes.c_int),
+        ("kv_format", ctypes.c_int),
         ("scale", ctypes.c_float),
         ("soft_cap", ctypes.c_float),
         ("sinks", ctypes.c_void_p),

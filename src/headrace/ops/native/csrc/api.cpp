@@ -1,6 +1,7 @@
 // The library's plain C interface, which ops/native/library.py declares to ctypes: choice of the code path, and each
 // operation cut into chunks for the thread pool. Strides are in elements. Nothing here checks shapes: Python has.
 #include <atomic>
+#include <cmath>
 #include <cstring>
 #include <vector>
 
@@ -76,24 +77,109 @@ Tokens16 quantized_tokens(const float* x, ptrdiff_t x_stride, int tokens, int k)
   return out;
 }
 
-void write_token(const float* k, const float* v, int slot, const AttentionJob& job, float* keys, float* values) {
-  if (slot < 0) return;  // padding
-  const int block = slot / job.block_size, inside = slot % job.block_size;
-  for (int head = 0; head < job.kv_heads; ++head) {
-    const size_t page = (static_cast<size_t>(block) * job.kv_heads + head) * job.dim * job.block_size;
-    float* key = keys + page + inside;
-    for (int d = 0; d < job.dim; ++d) key[static_cast<size_t>(d) * job.block_size] = k[head * job.dim + d];
-    std::memcpy(values + page + static_cast<size_t>(inside) * job.dim, v + head * job.dim,
-                static_cast<size_t>(job.dim) * sizeof(float));
+uint16_t to_bf16(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return static_cast<uint16_t>(bits >> 16 | 0x40);  // NaN stays NaN
+  return static_cast<uint16_t>((bits + 0x7FFFu + (bits >> 16 & 1)) >> 16);                  // to nearest, ties to even
+}
+
+// One vector of a head: element d lies at d * stride. int8: the scale goes to `scale`.
+void write_vector(int format, const float* x, int dim, uint8_t* to, ptrdiff_t stride, uint8_t* scale) {
+  if (format == kKvF32) {
+    for (int d = 0; d < dim; ++d) std::memcpy(to + 4 * d * stride, x + d, 4);
+  } else if (format == kKvBf16) {
+    for (int d = 0; d < dim; ++d) {
+      const uint16_t bits = to_bf16(x[d]);
+      std::memcpy(to + 2 * d * stride, &bits, 2);
+    }
+  } else {
+    float most = 0.0f, poison = 0.0f;
+    for (int d = 0; d < dim; ++d) {
+      most = std::fabs(x[d]) > most ? std::fabs(x[d]) : most;
+      poison += x[d] * 0.0f;
+    }
+    const bool finite = poison == 0.0f, none = most < 1e-30f;
+    const float step = !finite ? std::nanf("") : none ? 0.0f : most / 127.0f, inverse = finite && !none ? 127.0f / most : 0.0f;
+    for (int d = 0; d < dim; ++d)
+      to[d * stride] = finite ? static_cast<uint8_t>(static_cast<int8_t>(std::lrintf(x[d] * inverse))) : 0;
+    std::memcpy(scale, &step, 4);
   }
 }
+
+void write_token(const float* k, const float* v, int slot, const AttentionJob& job) {
+  if (slot < 0) return;  // padding
+  const int block = slot / job.block_size, inside = slot % job.block_size, dim = job.dim, format = job.kv_format;
+  const ptrdiff_t size = format == kKvF32 ? 4 : format == kKvBf16 ? 2 : 1;
+  const size_t bytes = kv_page_bytes(format, dim, job.block_size);
+  for (int head = 0; head < job.kv_heads; ++head) {
+    const size_t page = (static_cast<size_t>(block) * job.kv_heads + head) * bytes;
+    uint8_t *keys = const_cast<uint8_t*>(job.keys) + page, *values = const_cast<uint8_t*>(job.values) + page;
+    const ptrdiff_t scale = static_cast<ptrdiff_t>(dim) * job.block_size + 4 * inside;
+    write_vector(format, k + head * dim, dim, keys + inside * size, job.block_size, keys + scale);
+    write_vector(format, v + head * dim, dim, values + static_cast<ptrdiff_t>(inside) * dim * size, 1, values + scale);
+  }
+}
+
+// A call's items, and what is to be merged where a span's context was cut (`chunk` is then the number of partial results
+// that begin at `partial`). Bits are the same either way, so that how to cut may depend on anything.
+struct AttentionWork {
+  std::vector<AttentionItem> items, merges;
+  std::vector<float> partials;
+  int64_t size = 0;  // multiply-adds, about
+
+  void plan(const AttentionJob& job, int spans) {
+    const int group = job.heads / job.kv_heads, most = queries_per_item(group);
+    items.clear();
+    merges.clear();
+    size = 0;
+    int64_t whole = 0;
+    for (int span = 0; span < spans; ++span)
+      whole += (job.query_start[span + 1] - job.query_start[span] + most - 1) / most * job.kv_heads;
+    // where there are few items, those of short spans over long contexts are cut into their chunks
+    const bool cut = num_threads() > 1 && whole < 4 * num_threads();
+    std::vector<size_t> places;  // of items and merges that have partial results
+    size_t floats = 0;
+    for (int span = 0; span < spans; ++span) {
+      const int length = job.query_start[span + 1] - job.query_start[span];
+      if (length == 0) continue;
+      const int position = job.positions[job.query_start[span]], last = position + length - 1;
+      size += static_cast<int64_t>(length) * (position + length) * job.heads * job.dim / 4;
+      const int lowest = job.window && position >= job.window ? position - job.window + 1 : 0;
+      const int first = lowest / kChunk, chunks = last / kChunk - first + 1;
+      if (cut && length <= most && chunks > 1) {
+        const size_t step = kernels->attention_partial(job, length);
+        for (int head = 0; head < job.kv_heads; ++head) {
+          merges.push_back({span, head, 0, length, chunks, nullptr});
+          for (int chunk = first; chunk < first + chunks; ++chunk, floats += step) {
+            items.push_back({span, head, 0, length, chunk, nullptr});
+            places.push_back(items.size() - 1);
+            places.push_back(floats);
+          }
+        }
+        continue;
+      }
+      // later queries have more to do: they come first, so that what is left at the end is small
+      for (int query = (length - 1) / most * most; query >= 0; query -= most)
+        for (int head = 0; head < job.kv_heads; ++head)
+          items.push_back({span, head, query, length - query < most ? length - query : most, 0, nullptr});
+    }
+    if (partials.size() < floats) partials.resize(floats);
+    for (size_t p = 0; p < places.size(); p += 2) items[places[p]].partial = partials.data() + places[p + 1];
+    size_t place = 0;
+    for (AttentionItem& merge : merges) {
+      merge.partial = partials.data() + places[place + 1];
+      place += 2 * static_cast<size_t>(merge.chunk);
+    }
+  }
+};
 
 }  // namespace
 }  // namespace headrace
 
 using namespace headrace;
 
-EXPORT int headrace_abi() { return 3; }
+EXPORT int headrace_abi() { return 4; }
 
 // Chooses the code path `forced`, or the best one where it is empty. Returns its name, null if it cannot run here.
 EXPORT const char* headrace_select_path(const char* forced) {
@@ -228,32 +314,23 @@ EXPORT void headrace_gated(int kind, const float* x, ptrdiff_t x_stride, float* 
 EXPORT void headrace_attention(const AttentionJob* call, const float* k, ptrdiff_t k_stride, const float* v,
                                ptrdiff_t v_stride, const int32_t* slots, int tokens, int spans) {
   const AttentionJob& job = *call;
-  float *keys = const_cast<float*>(job.keys), *values = const_cast<float*>(job.values);
   ranges(tokens, static_cast<int64_t>(tokens) * job.kv_heads * job.dim * 4, [&](int64_t first, int64_t last) {
-    for (int64_t t = first; t < last; ++t)
-      write_token(k + t * k_stride, v + t * v_stride, slots[t], job, keys, values);
+    for (int64_t t = first; t < last; ++t) write_token(k + t * k_stride, v + t * v_stride, slots[t], job);
   });
-  const int group = job.heads / job.kv_heads, most = queries_per_item(group);
-  std::vector<AttentionItem> items;
-  int64_t work = 0;
-  for (int span = 0; span < spans; ++span) {
-    const int length = job.query_start[span + 1] - job.query_start[span];
-    if (length == 0) continue;
-    work += static_cast<int64_t>(length) * (job.positions[job.query_start[span]] + length) * job.heads * job.dim / 4;
-    // later queries have more to do: they come first, so that what is left at the end is small
-    for (int first = (length - 1) / most * most; first >= 0; first -= most)
-      for (int head = 0; head < job.kv_heads; ++head)
-        items.push_back({span, head, first, length - first < most ? length - first : most});
-  }
-  const auto attend = [&](int64_t item) {
-    kernels->attention(job, items[static_cast<size_t>(item)], thread_scratch(kernels->attention_scratch(job)));
+  static thread_local AttentionWork work;
+  work.plan(job, spans);
+  const auto each = [&](const std::vector<AttentionItem>& list, auto use) {
+    const AttentionItem* items = list.data();  // not the list: it belongs to this thread
+    const auto one = [&, items](int item) { use(items[item], thread_scratch(kernels->attention_scratch(job))); };
+    const int count = static_cast<int>(list.size());
+    if (work.size < kSmall)
+      for (int item = 0; item < count; ++item) one(item);
+    else parallel(count, one);
   };
-  const int count = static_cast<int>(items.size());
-  if (work < kSmall) {
-    for (int item = 0; item < count; ++item) attend(item);
-  } else {
-    parallel(count, attend);
-  }
+  each(work.items, [&](const AttentionItem& item, float* scratch) { kernels->attention(job, item, scratch); });
+  each(work.merges, [&](const AttentionItem& item, float* scratch) {
+    kernels->attention_merge(job, item, item.chunk, scratch);
+  });
   for (int token = job.query_start[spans]; token < tokens; ++token)  // padding
     std::memset(job.out + token * job.out_stride, 0, static_cast<size_t>(job.heads) * job.dim * sizeof(float));
 }

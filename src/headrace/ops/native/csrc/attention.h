@@ -1,10 +1,16 @@
 // Attention of one item: some consecutive queries of a span with the heads that share one key/value head. Included
 // inside a code path's namespace.
 //
-// Online softmax (Milakov and Gimelshein 2018; FlashAttention, Dao et al. 2022) over tiles of 64 positions that begin at
-// multiples of 64, from the first tile a query may see to its own. What a query vector does is a chain of operations of
-// its own, lane by lane, that depends on its position only: neighbours in the item change nothing, and tiles or lanes
-// hidden from it add exact zeros.
+// Positions go by in chunks of 256 that begin at multiples of 256. In a chunk: online softmax (Milakov and Gimelshein
+// 2018; FlashAttention, Dao et al. 2022) over tiles of 64 positions. Chunks are then merged in their order (FlashDecoding,
+// Dao et al. 2023), whether one thread went through them or several, so the number of threads changes nothing. What a
+// query vector does is a chain of operations of its own, lane by lane, that depends on its position only: neighbours in
+// the item change nothing, and tiles or lanes hidden from it add exact zeros.
+
+// Running softmax of some query vectors: [rows][padded] sums, [rows][W] masses (to be added up), [rows] largest scores.
+struct State {
+  float *sums, *mass, *top;
+};
 
 struct Item {
   const AttentionJob& job;
@@ -12,96 +18,179 @@ struct Item {
   int first_position;        // of the first query
   const int32_t* table;      // the span's blocks
   int kv_head, dim, padded;  // padded: dim rounded up to whole vectors
-  float *q, *scores, *sums;  // [rows][dim], [rows][64], [rows][padded]
-  float *top, *mass;         // [rows], [rows][W]
-  float* shrink;             // [rows]: what the sums so far are multiplied with, for the tile at hand
-  float* gathered;           // [dim][64]: keys of a tile whose blocks are not whole vectors
+  size_t page_bytes;
+  float *q, *scores;  // [rows][dim], [rows][64]
+  State state;
+  float* shrink;                      // [rows]: what the sums so far are multiplied with, for the tile at hand
+  float* gathered;                    // [dim][64]: keys of a tile whose blocks are not whole vectors
+  float *key_scales, *value_scales;   // [64]: int8, of the tile at hand
 };
 
-INLINE const float* key_page(const Item& item, int position) {
-  const AttentionJob& job = item.job;
-  const size_t block = static_cast<size_t>(item.table[position / job.block_size]);
-  return job.keys + (block * job.kv_heads + item.kv_head) * job.dim * job.block_size + position % job.block_size;
+template <int kKv>
+constexpr int kv_size() { return kKv == kKvF32 ? 4 : kKv == kKvBf16 ? 2 : 1; }
+
+template <int kKv>
+INLINE f kv_load(const uint8_t* p) {
+  if (kKv == kKvF32) return load(reinterpret_cast<const float*>(p));
+  return kKv == kKvBf16 ? bf16(p) : bytes_i8(p);
 }
 
-INLINE const float* value_row(const Item& item, int position) {
-  const AttentionJob& job = item.job;
-  const size_t block = static_cast<size_t>(item.table[position / job.block_size]);
-  return job.values + ((block * job.kv_heads + item.kv_head) * job.block_size + position % job.block_size) * job.dim;
+template <int kKv>
+INLINE float kv_one(const uint8_t* p) {
+  if (kKv == kKvInt8) return static_cast<float>(static_cast<int8_t>(*p));
+  uint32_t bits = 0;
+  __builtin_memcpy(&bits, p, kv_size<kKv>());
+  if (kKv == kKvBf16) bits <<= 16;
+  float value;
+  __builtin_memcpy(&value, &bits, 4);
+  return value;
+}
+
+template <int kKv>
+INLINE f kv_load_n(const uint8_t* p, int n) {
+  if (n <= 0) return zero();
+  if (kKv == kKvF32) return load_n(reinterpret_cast<const float*>(p), n);
+  uint8_t bytes[W * 2] = {};
+  __builtin_memcpy(bytes, p, static_cast<size_t>((n < W ? n : W) * kv_size<kKv>()));
+  return kv_load<kKv>(bytes);
+}
+
+INLINE const uint8_t* page(const Item& item, const uint8_t* pages, int position) {
+  const size_t block = static_cast<size_t>(item.table[position / item.job.block_size]);
+  return pages + (block * static_cast<size_t>(item.job.kv_heads) + static_cast<size_t>(item.kv_head)) * item.page_bytes;
+}
+
+template <int kKv>
+INLINE const uint8_t* key_column(const Item& item, int position) {
+  return page(item, item.job.keys, position) + position % item.job.block_size * kv_size<kKv>();
+}
+
+template <int kKv>
+INLINE const uint8_t* value_row(const Item& item, int position) {
+  return page(item, item.job.values, position) + position % item.job.block_size * item.dim * kv_size<kKv>();
+}
+
+INLINE float scale_of(const Item& item, const uint8_t* pages, int position) {
+  const int inside = position % item.job.block_size;
+  float scale;
+  __builtin_memcpy(&scale, page(item, pages, position) + item.dim * item.job.block_size + 4 * inside, 4);
+  return scale;
+}
+
+// Pages that are soon to be read, brought nearer a few lines at a time: pages are scattered, and too short for the
+// processor to see a pattern in time.
+struct Ahead {
+  static constexpr int kMostPages = 4;
+  const uint8_t* pages[kMostPages];
+  int count = 0, lines = 0, line = 0;  // lines of each page; the next one
+  INLINE void some(int number) {
+    for (; number > 0 && line < lines; number -= count, ++line)
+      for (int p = 0; p < count; ++p) prefetch(pages[p] + 64 * line);
+  }
+};
+
+INLINE Ahead ahead_of(const Item& item, const uint8_t* pages, int start, int end) {
+  Ahead ahead;
+  const int size = item.job.block_size;
+  if (kTile % size == 0 && kTile / size <= Ahead::kMostPages && start < end) {
+    for (int position = start; position < end && position < start + kTile; position += size)
+      ahead.pages[ahead.count++] = page(item, pages, position);
+    ahead.lines = static_cast<int>(item.page_bytes / 64);
+  }
+  return ahead;
 }
 
 // scores of kRows query vectors with kVectors vectors of positions; keys[v] + d * stride are W positions' dimension d
-template <int kRows, int kVectors>
-INLINE void scores_tile(const float* q, int dim, const float* const* keys, ptrdiff_t stride, float* out) {
+template <int kKv, int kRows, int kVectors>
+INLINE void scores_tile(const float* q, int dim, const uint8_t* const* keys, ptrdiff_t stride, float* out,
+                        Ahead& ahead) {
   f sums[kRows][kVectors];
   for (int r = 0; r < kRows; ++r)
     for (int v = 0; v < kVectors; ++v) sums[r][v] = zero();
-  const float* at[kVectors];
+  const uint8_t* at[kVectors];
   for (int v = 0; v < kVectors; ++v) at[v] = keys[v];
   for (int d = 0; d < dim; ++d) {
     f k[kVectors];
-    for (int v = 0; v < kVectors; ++v) k[v] = load(at[v]), at[v] += stride;
+    for (int v = 0; v < kVectors; ++v) k[v] = kv_load<kKv>(at[v]), at[v] += stride;
     for (int r = 0; r < kRows; ++r) {
       const f value = set1(q[r * dim + d]);
       for (int v = 0; v < kVectors; ++v) sums[r][v] = fma(value, k[v], sums[r][v]);
     }
+    ahead.some(1);
   }
   for (int r = 0; r < kRows; ++r)
     for (int v = 0; v < kVectors; ++v) store(out + r * kTile + v * W, sums[r][v]);
 }
 
-template <int kRows>
-NOINLINE static void scores_rows(const Item& item, int row, const float* const* keys, ptrdiff_t stride, int vectors) {
+template <int kKv, int kRows>
+NOINLINE static void scores_rows(const Item& item, int row, const uint8_t* const* keys, ptrdiff_t stride, int vectors,
+                                 Ahead& ahead) {
   const float* q = item.q + row * item.dim;
   float* out = item.scores + row * kTile;
   int v = 0;
-  for (; v + 4 <= vectors; v += 4) scores_tile<kRows, 4>(q, item.dim, keys + v, stride, out + v * W);
-  for (; v < vectors; ++v) scores_tile<kRows, 1>(q, item.dim, keys + v, stride, out + v * W);
+  for (; v + 4 <= vectors; v += 4) scores_tile<kKv, kRows, 4>(q, item.dim, keys + v, stride, out + v * W, ahead);
+  for (; v < vectors; ++v) scores_tile<kKv, kRows, 1>(q, item.dim, keys + v, stride, out + v * W, ahead);
 }
 
 // sums[kRows] = sums * shrink + scores x values, positions [begin, end) of the tile
-template <int kRows, int kVectors>
-INLINE void values_tile(const Item& item, int row, int column, const float* const* values, int begin, int end) {
+template <int kKv, int kRows, int kVectors>
+INLINE void values_tile(const Item& item, int row, int column, const uint8_t* const* values, int begin, int end,
+                        Ahead& ahead) {
   f sums[kRows][kVectors];
   const int left = item.dim - column;
+  float* kept = item.state.sums + row * item.padded + column;
   for (int r = 0; r < kRows; ++r)
-    for (int v = 0; v < kVectors; ++v)
-      sums[r][v] = mul(load(item.sums + (row + r) * item.padded + column + v * W), set1(item.shrink[row + r]));
+    for (int v = 0; v < kVectors; ++v) sums[r][v] = mul(load(kept + r * item.padded + v * W), set1(item.shrink[row + r]));
   const float* weights = item.scores + row * kTile;
   const bool whole = left >= kVectors * W;
   for (int j = begin; j < end; ++j) {
     f value[kVectors];
-    const float* at = values[j] + column;
-    for (int v = 0; v < kVectors; ++v) value[v] = whole ? load(at + v * W) : load_n(at + v * W, left - v * W);
+    const uint8_t* at = values[j] + column * kv_size<kKv>();
+    for (int v = 0; v < kVectors; ++v)
+      value[v] = whole ? kv_load<kKv>(at + v * W * kv_size<kKv>())
+                       : kv_load_n<kKv>(at + v * W * kv_size<kKv>(), left - v * W);
     for (int r = 0; r < kRows; ++r) {
       const f weight = set1(weights[r * kTile + j]);
       for (int v = 0; v < kVectors; ++v) sums[r][v] = fma(weight, value[v], sums[r][v]);
     }
+    ahead.some(1);
   }
   for (int r = 0; r < kRows; ++r)
-    for (int v = 0; v < kVectors; ++v) store(item.sums + (row + r) * item.padded + column + v * W, sums[r][v]);
+    for (int v = 0; v < kVectors; ++v) store(kept + r * item.padded + v * W, sums[r][v]);
 }
 
-template <int kRows>
-NOINLINE static void values_rows(const Item& item, int row, const float* const* values, int begin, int end) {
+template <int kKv, int kRows>
+NOINLINE static void values_rows(const Item& item, int row, const uint8_t* const* values, int begin, int end,
+                                 Ahead& ahead) {
   int column = 0;
   for (; column + 4 * W <= item.padded; column += 4 * W)
-    values_tile<kRows, 4>(item, row, column, values, begin, end);
-  for (; column < item.padded; column += W) values_tile<kRows, 1>(item, row, column, values, begin, end);
+    values_tile<kKv, kRows, 4>(item, row, column, values, begin, end, ahead);
+  for (; column < item.padded; column += W)
+    values_tile<kKv, kRows, 1>(item, row, column, values, begin, end, ahead);
 }
 
-template <int kRows, class... Args>
-INLINE void scores_by(int rows, const Args&... args) {
-  if (rows == kRows) scores_rows<kRows>(args...);
-  else if constexpr (kRows > 1) scores_by<kRows - 1>(rows, args...);
+template <int kKv, int kRows, class... Args>
+INLINE void scores_by(int rows, Args&&... args) {
+  if (rows == kRows) scores_rows<kKv, kRows>(args...);
+  else if constexpr (kRows > 1) scores_by<kKv, kRows - 1>(rows, args...);
 }
-template <int kRows, class... Args>
-INLINE void values_by(int rows, const Args&... args) {
-  if (rows == kRows) values_rows<kRows>(args...);
-  else if constexpr (kRows > 1) values_by<kRows - 1>(rows, args...);
+template <int kKv, int kRows, class... Args>
+INLINE void values_by(int rows, Args&&... args) {
+  if (rows == kRows) values_rows<kKv, kRows>(args...);
+  else if constexpr (kRows > 1) values_by<kKv, kRows - 1>(rows, args...);
+}
+
+// What sums under a largest score `before` are multiplied with when it becomes `after`; exactly 1 where they are equal.
+INLINE float shrunk(float before, float after) {
+  if (before == after) return 1.0f;
+  if (before == -__builtin_inff()) return 0.0f;
+  float lane[W];
+  store(lane, exp(set1(before - after)));
+  return lane[0];
 }
 
 // Hides, caps and exponentiates a row of scores; returns what the row's sums so far are to be multiplied with.
+template <int kKv>
 INLINE float softmax_row(const Item& item, int row, int tile_start, int vectors) {
   const AttentionJob& job = item.job;
   const int position = item.first_position + row / item.group;
@@ -112,101 +201,194 @@ INLINE float softmax_row(const Item& item, int row, int tile_start, int vectors)
   f best = nothing;
   for (int v = 0; v < vectors; ++v) {
     f score = load(scores + v * W);
+    if (kKv == kKvInt8) score = mul(score, load(item.key_scales + v * W));
     if (job.soft_cap != 0.0f) score = mul(set1(job.soft_cap), tanh(div(score, set1(job.soft_cap))));
     score = keep(score, low - v * W, high - v * W, nothing);
     store(scores + v * W, score);
     best = max(score, best);
   }
-  const float before = item.top[row];
+  const float before = item.state.top[row];
   const float found = reduce_max(best), after = found > before ? found : before;
-  item.top[row] = after;
+  item.state.top[row] = after;
   const f shift = set1(after == -__builtin_inff() ? 0.0f : after);  // nothing seen yet: e^-inf is 0 all the same
   f mass = zero();
   for (int v = 0; v < vectors; ++v) {
     const f weight = keep(exp(sub(load(scores + v * W), shift)), low - v * W, high - v * W, zero());
-    store(scores + v * W, weight);
+    store(scores + v * W, kKv == kKvInt8 ? mul(weight, load(item.value_scales + v * W)) : weight);
     mass = add(mass, weight);
   }
-  float shrink = 1.0f;
-  if (before != after) {
-    float lane[W];
-    store(lane, exp(sub(set1(before), shift)));
-    shrink = before == -__builtin_inff() ? 0.0f : lane[0];
-  }
-  store(item.mass + row * W, fma(load(item.mass + row * W), set1(shrink), mass));
+  const float shrink = shrunk(before, after);
+  float* kept = item.state.mass + row * W;
+  store(kept, fma(load(kept), set1(shrink), mass));
   return shrink;
 }
 
-static void attend_tile(const Item& item, int tile_start, int begin, int end) {
+// Positions [begin, end) of a tile; what follows the tile ends at `last`.
+template <int kKv>
+INLINE void attend_tile(const Item& item, int tile_start, int begin, int end, int last) {
   const AttentionJob& job = item.job;
   const int vectors = (end + W - 1) / W;
-  const float* keys[kTile / W];
-  ptrdiff_t stride = job.block_size;
-  if (job.block_size % W == 0) {
+  const uint8_t* keys[kTile / W];
+  const bool gathers = job.block_size % W != 0;
+  if (!gathers) {
     for (int v = 0; v < vectors; ++v) {
       const int seen = v * W + W <= begin ? begin : v * W;  // a vector wholly before the window: any block will do
-      keys[v] = key_page(item, (tile_start + seen) / W * W);
+      keys[v] = key_column<kKv>(item, (tile_start + seen) / W * W);
     }
   } else {
     for (int j = begin; j < end; ++j) {
-      const float* page = key_page(item, tile_start + j);
-      for (int d = 0; d < item.dim; ++d) item.gathered[d * kTile + j] = page[d * job.block_size];
+      const uint8_t* column = key_column<kKv>(item, tile_start + j);
+      for (int d = 0; d < item.dim; ++d) {
+        const uint8_t* at = column + d * job.block_size * kv_size<kKv>();
+        item.gathered[d * kTile + j] = kv_one<kKv>(at);
+      }
     }
-    for (int v = 0; v < vectors; ++v) keys[v] = item.gathered + v * W;
-    stride = kTile;
+    for (int v = 0; v < vectors; ++v) keys[v] = reinterpret_cast<const uint8_t*>(item.gathered + v * W);
   }
+  if (kKv == kKvInt8)
+    for (int j = 0; j < vectors * W; ++j) {  // hidden positions: those of a seen one
+      const int position = tile_start + (j < begin ? begin : j < end ? j : end - 1);
+      item.key_scales[j] = scale_of(item, job.keys, position);
+      item.value_scales[j] = scale_of(item, job.values, position);
+    }
+  // while one is at work, what comes next is brought nearer: this tile's values, then the next tile's keys
+  Ahead ahead = ahead_of(item, job.values, tile_start + begin / job.block_size * job.block_size, tile_start + end);
+  for (int row = 0; row < item.rows; row += kAttnRows) {
+    const int count = item.rows - row < kAttnRows ? item.rows - row : kAttnRows;
+    if (gathers) scores_by<kKvF32, kAttnRows>(count, item, row, keys, static_cast<ptrdiff_t>(kTile * 4), vectors, ahead);
+    else
+      scores_by<kKv, kAttnRows>(count, item, row, keys, static_cast<ptrdiff_t>(job.block_size * kv_size<kKv>()), vectors,
+                                ahead);
+  }
+  for (int row = 0; row < item.rows; ++row) item.shrink[row] = softmax_row<kKv>(item, row, tile_start, vectors);
+  const uint8_t* values[kTile];
+  for (int j = begin; j < end; ++j) values[j] = value_row<kKv>(item, tile_start + j);
+  ahead = ahead_of(item, job.keys, tile_start + kTile, last);
   for (int row = 0; row < item.rows; row += kAttnRows)
-    scores_by<kAttnRows>(item.rows - row < kAttnRows ? item.rows - row : kAttnRows, item, row, keys, stride, vectors);
-  for (int row = 0; row < item.rows; ++row) item.shrink[row] = softmax_row(item, row, tile_start, vectors);
-  const float* values[kTile];
-  for (int j = begin; j < end; ++j) values[j] = value_row(item, tile_start + j);
-  for (int row = 0; row < item.rows; row += kAttnRows)
-    values_by<kAttnRows>(item.rows - row < kAttnRows ? item.rows - row : kAttnRows, item, row, values, begin,
-                         end);
+    values_by<kKv, kAttnRows>(item.rows - row < kAttnRows ? item.rows - row : kAttnRows, item, row, values, begin, end,
+                              ahead);
 }
 
 INLINE int padded_dim(int dim) { return (dim + W - 1) / W * W; }
 
-static size_t attention_scratch(const AttentionJob& job) {
-  const int group = job.heads / job.kv_heads, rows = queries_per_item(group) * group;
-  return static_cast<size_t>(rows) * (job.dim + kTile + padded_dim(job.dim) + 2 + W) +
-         static_cast<size_t>(job.dim) * kTile + 64;
+INLINE size_t state_floats(size_t rows, int dim) { return rows * (static_cast<size_t>(padded_dim(dim)) + W + 1); }
+
+INLINE State state_at(float* memory, int rows, int dim) {
+  State state;
+  state.sums = memory;
+  state.mass = state.sums + static_cast<size_t>(rows) * static_cast<size_t>(padded_dim(dim));
+  state.top = state.mass + static_cast<size_t>(rows) * W;
+  return state;
 }
 
-static void attention(const AttentionJob& job, const AttentionItem& work, float* scratch) {
+static void clear(const State& state, int rows, int dim) {
+  const size_t zeros = static_cast<size_t>(rows) * (static_cast<size_t>(padded_dim(dim)) + W);
+  for (size_t e = 0; e < zeros; ++e) state.sums[e] = 0.0f;  // and the masses behind them
+  for (int row = 0; row < rows; ++row) state.top[row] = -__builtin_inff();
+}
+
+// Adds what `more` has seen to `total`.
+static void merge(const State& total, const State& more, int rows, int dim) {
+  const int padded = padded_dim(dim);
+  for (int row = 0; row < rows; ++row) {
+    const float before = total.top[row], found = more.top[row], after = found > before ? found : before;
+    if (found == -__builtin_inff()) continue;
+    total.top[row] = after;
+    const f old = set1(shrunk(before, after)), fresh = set1(shrunk(found, after));
+    const auto add_up = [&](float* to, const float* from) __attribute__((always_inline)) {
+      store(to, fma(load(to), old, mul(load(from), fresh)));
+    };
+    add_up(total.mass + row * W, more.mass + row * W);
+    for (int d = 0; d < padded; d += W) add_up(total.sums + row * padded + d, more.sums + row * padded + d);
+  }
+}
+
+// Before anything was seen: nothing, or the sinks.
+static void begin_total(const AttentionJob& job, const AttentionItem& work, const State& total) {
+  const int group = job.heads / job.kv_heads, rows = work.count * group;
+  clear(total, rows, job.dim);
+  if (job.sinks)
+    for (int row = 0; row < rows; ++row) {
+      total.top[row] = job.sinks[work.kv_head * group + row % group];
+      total.mass[row * W] = 1.0f;  // e^(sink - sink)
+    }
+}
+
+static void write_out(const AttentionJob& job, const AttentionItem& work, const State& total) {
   const int group = job.heads / job.kv_heads, rows = work.count * group, padded = padded_dim(job.dim);
-  Item item{job, rows, group, 0, job.tables + work.span * job.table_stride, work.kv_head, job.dim, padded,
-            nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
+  const int token = job.query_start[work.span] + work.first;
+  for (int row = 0; row < rows; ++row) {
+    const int head = work.kv_head * group + row % group;
+    float* out = job.out + (token + row / group) * job.out_stride + static_cast<ptrdiff_t>(head) * job.dim;
+    const f mass = set1(reduce_add(load(total.mass + row * W)));
+    for (int d = 0; d < job.dim; d += W)
+      store_n(out + d, div(load(total.sums + row * padded + d), mass), job.dim - d);
+  }
+}
+
+static size_t attention_partial(const AttentionJob& job, int count) {
+  return state_floats(static_cast<size_t>(count * (job.heads / job.kv_heads)), job.dim);
+}
+
+static size_t attention_scratch(const AttentionJob& job) {
+  const int group = job.heads / job.kv_heads;
+  const size_t rows = static_cast<size_t>(queries_per_item(group) * group), dim = static_cast<size_t>(job.dim);
+  return 2 * state_floats(rows, job.dim) + rows * (dim + kTile + 1) + dim * kTile + 2 * kTile + 64;
+}
+
+template <int kKv>
+static void attend(const AttentionJob& job, const AttentionItem& work, float* scratch) {
+  const int group = job.heads / job.kv_heads, rows = work.count * group;
+  const size_t num_rows = static_cast<size_t>(rows), dim = static_cast<size_t>(job.dim);
+  Item item{job, rows, group, 0, job.tables + work.span * job.table_stride, work.kv_head, job.dim,
+            padded_dim(job.dim), kv_page_bytes(kKv, job.dim, job.block_size), nullptr, nullptr,
+            State{}, nullptr, nullptr, nullptr, nullptr};
   item.scores = scratch;
-  item.sums = item.scores + static_cast<size_t>(rows) * kTile;
-  item.mass = item.sums + static_cast<size_t>(rows) * padded;
-  item.gathered = item.mass + static_cast<size_t>(rows) * W;
-  item.q = item.gathered + static_cast<size_t>(job.dim) * kTile;
-  item.top = item.q + static_cast<size_t>(rows) * job.dim;
-  item.shrink = item.top + rows;
+  item.gathered = item.scores + num_rows * kTile;
+  item.key_scales = item.gathered + dim * kTile;
+  item.value_scales = item.key_scales + kTile;
+  item.q = item.value_scales + kTile;
+  item.shrink = item.q + num_rows * dim;
+  float* states = item.shrink + num_rows;
+  State total = state_at(states, rows, job.dim);
+  item.state = state_at(states + state_floats(num_rows, job.dim), rows, job.dim);
   const int token = job.query_start[work.span] + work.first;
   item.first_position = job.positions[job.query_start[work.span]] + work.first;
   for (int row = 0; row < rows; ++row) {
     const int head = work.kv_head * group + row % group;
     const float* q = job.q + (token + row / group) * job.q_stride + static_cast<ptrdiff_t>(head) * job.dim;
     for (int d = 0; d < job.dim; ++d) item.q[row * job.dim + d] = q[d] * job.scale;
-    item.top[row] = job.sinks ? job.sinks[head] : -__builtin_inff();
-    for (int d = 0; d < padded; ++d) item.sums[row * padded + d] = 0.0f;
-    for (int lane = 0; lane < W; ++lane) item.mass[row * W + lane] = 0.0f;
-    if (job.sinks) item.mass[row * W] = 1.0f;  // e^(sink - sink)
   }
   const int last_position = item.first_position + work.count - 1;
   const int lowest = job.window && item.first_position >= job.window ? item.first_position - job.window + 1 : 0;
-  for (int start = lowest / kTile * kTile; start <= last_position; start += kTile) {
-    const int begin = lowest > start ? lowest - start : 0;
-    const int end = last_position + 1 - start < kTile ? last_position + 1 - start : kTile;
-    attend_tile(item, start, begin, end);
+  if (work.partial) item.state = state_at(work.partial, rows, job.dim);
+  else begin_total(job, work, total);
+  const int first = work.partial ? work.chunk : lowest / kChunk, last = work.partial ? first : last_position / kChunk;
+  for (int chunk = first; chunk <= last; ++chunk) {
+    clear(item.state, rows, job.dim);
+    const int from = lowest > chunk * kChunk ? lowest : chunk * kChunk;
+    const int to = last_position < (chunk + 1) * kChunk ? last_position + 1 : (chunk + 1) * kChunk;
+    for (int start = from / kTile * kTile; start < to; start += kTile) {
+      const int begin = from > start ? from - start : 0, end = to - start < kTile ? to - start : kTile;
+      attend_tile<kKv>(item, start, begin, end, last_position + 1);
+    }
+    if (!work.partial) merge(total, item.state, rows, job.dim);
   }
-  for (int row = 0; row < rows; ++row) {
-    const int head = work.kv_head * group + row % group;
-    float* out = job.out + (token + row / group) * job.out_stride + static_cast<ptrdiff_t>(head) * job.dim;
-    const f mass = set1(reduce_add(load(item.mass + row * W)));
-    for (int d = 0; d < job.dim; d += W)
-      store_n(out + d, div(load(item.sums + row * padded + d), mass), job.dim - d);
-  }
+  if (!work.partial) write_out(job, work, total);
+}
+
+static void attention(const AttentionJob& job, const AttentionItem& work, float* scratch) {
+  if (job.kv_format == kKvBf16) attend<kKvBf16>(job, work, scratch);
+  else if (job.kv_format == kKvInt8) attend<kKvInt8>(job, work, scratch);
+  else attend<kKvF32>(job, work, scratch);
+}
+
+static void attention_merge(const AttentionJob& job, const AttentionItem& work, int num_chunks, float* scratch) {
+  const int rows = work.count * (job.heads / job.kv_heads);
+  const State total = state_at(scratch, rows, job.dim);
+  begin_total(job, work, total);
+  for (int chunk = 0; chunk < num_chunks; ++chunk)
+    merge(total, state_at(work.partial + static_cast<size_t>(chunk) * attention_partial(job, work.count), rows, job.dim),
+          rows, job.dim);
+  write_out(job, work, total);
 }

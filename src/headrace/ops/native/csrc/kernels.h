@@ -25,6 +25,7 @@ constexpr int kPanel = 32;    // outputs in a panel
 constexpr int kBlock = 32;    // k in a block of a quantised format
 constexpr int kSuper = 8;     // blocks under one header of a K format
 constexpr int kTile = 64;     // positions in a tile of attention
+constexpr int kChunk = 256;   // positions whose attention is one partial result
 constexpr int kPrefetch = 4096;  // bytes ahead: 1 KiB was clearly slower, 2 to 16 KiB alike
 
 enum Format : int { F32 = 0, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, kNumFormats };
@@ -76,9 +77,20 @@ struct PanelJob {
 constexpr int bit_of(int k) { return 8 * (k % 4) + k / 4; }
 constexpr int two_bits_of(int k) { return 8 * (k % 4) + k / 4 * 2; }
 
-// Queries [first, first + count) of one span for one key/value head.
+// How keys and values are stored, a page (one block of one key/value head) at a time: keys [dim][block_size], values
+// [block_size][dim] as float32, bfloat16, or signed bytes with a float32 scale for each position behind them.
+enum KvFormat : int { kKvF32 = 0, kKvBf16, kKvInt8 };
+
+inline size_t kv_page_bytes(int format, int dim, int block_size) {
+  const size_t positions = static_cast<size_t>(block_size), size = static_cast<size_t>(dim);
+  return positions * (format == kKvF32 ? 4 * size : format == kKvBf16 ? 2 * size : size + 4);
+}
+
+// Queries [first, first + count) of one span for one key/value head. With `partial`, only the positions of chunk
+// `chunk`, and what comes out goes there (attention_partial() floats), to be merged.
 struct AttentionItem {
-  int span, kv_head, first, count;
+  int span, kv_head, first, count, chunk;
+  float* partial;
 };
 
 struct AttentionJob {
@@ -86,12 +98,12 @@ struct AttentionJob {
   ptrdiff_t q_stride;
   float* out;
   ptrdiff_t out_stride;
-  const float* keys;    // pages [block][kv head][dim][block_size]
-  const float* values;  // pages [block][kv head][block_size][dim]
+  const uint8_t *keys, *values;  // pages [block][kv head]
   const int32_t *query_start, *positions, *tables;
   ptrdiff_t table_stride;
   int heads, kv_heads, dim, block_size;
   int window;  // 0: none
+  int kv_format;
   float scale, soft_cap;  // soft_cap 0: none
   const float* sinks;     // null: none
 };
@@ -107,6 +119,9 @@ struct Kernels {
   void (*gated)(int kind, const float* x, float* out, int half);  // kind 0: silu, 1: gelu (tanh form), 2: gelu
   void (*attention)(const AttentionJob& job, const AttentionItem& item, float* scratch);
   size_t (*attention_scratch)(const AttentionJob& job);  // floats
+  size_t (*attention_partial)(const AttentionJob& job, int count);  // floats, for `count` queries of a head
+  // Merges the partial results of chunks first_chunk .. first_chunk + num_chunks - 1, one behind the other.
+  void (*attention_merge)(const AttentionJob& job, const AttentionItem& item, int num_chunks, float* scratch);
 };
 
 const Kernels* portable_kernels();

@@ -46,6 +46,8 @@ const Kernels* kernels(const char* name) {
   table.gated = gated;
   table.attention = attention;
   table.attention_scratch = attention_scratch;
+  table.attention_partial = attention_partial;
+  table.attention_merge = attention_merge;
   return &table;
 }
 }  // namespace HEADRACE_PATH
