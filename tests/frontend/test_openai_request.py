@@ -84,7 +84,7 @@ def test_messages_and_prompts():
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages"),
         ({"logprobs": 3}, "logprobs"),
         ({"top_logprobs": 3}, "top_logprobs"),
-        ({"logprobs": True, "top_logprobs": 21}, "logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": "3"}, "top_logprobs"),
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"tools": [{"type": "function"}]}, "tools"),

@@ -54,6 +54,18 @@ class Reply:
         assert parts[-1] == "" and parts[-2] == "data: [DONE]", parts[-3:]
         return [strict(part.removeprefix("data: ")) for part in parts[:-2]]
 
+    @property
+    def named(self) -> list[Any]:
+        """Events of a stream that have names."""
+        parts = self.data.decode().split("\n\n")
+        assert parts[-1] == ""
+        found = []
+        for part in parts[:-1]:
+            name, data = part.split("\n")
+            found.append(strict(data.removeprefix("data: ")))
+            assert name == "event: " + found[-1]["type"]
+        return found
+
     def choices(self) -> dict[int, tuple[str, list[str]]]:
         """Of a stream: text and finish reasons of each choice."""
         found: dict[int, tuple[str, list[str]]] = {}

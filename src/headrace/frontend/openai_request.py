@@ -196,6 +196,8 @@ def _params(given: Mapping[str, Any], chat: bool, defaults: SamplingParams) -> S
     except (ValueError, TypeError) as error:
         text = str(error)
         near = next((name for name in changes if text.startswith(name)), None)
+        if chat and near == "logprobs":  # a number in completions only
+            text, near = f"top_{text}", "top_logprobs"
         raise BodyError(text, near) from None
 
 

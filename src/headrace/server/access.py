@@ -23,6 +23,8 @@ class Keys:
         if not self._digests or exchange.path in OPEN_PATHS:
             return None
         scheme, _, given = exchange.headers.get("authorization", "").partition(" ")
+        if "x-api-key" in exchange.headers and not given:  # Anthropic's clients
+            scheme, given = "bearer", exchange.headers["x-api-key"]
         if scheme.lower() != "bearer" or not given.strip():
             raise _refused("give an API key: Authorization: Bearer KEY")
         digest = hashlib.sha256(given.strip().encode("utf-8", "surrogateescape")).digest()
@@ -67,7 +69,7 @@ class Origins:
         if exchange.method != "OPTIONS" or "access-control-request-method" not in exchange.headers:
             return None
         return {
-            "access-control-allow-methods": "GET, POST, OPTIONS",
+            "access-control-allow-methods": "GET, POST, DELETE, OPTIONS",
             "access-control-allow-headers": exchange.headers.get("access-control-request-headers", "*")[:1000],
             "access-control-max-age": "600",
         }

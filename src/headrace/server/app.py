@@ -11,16 +11,26 @@ from collections.abc import Awaitable, Callable
 from headrace.frontend.openai_request import CHAT, COMPLETIONS
 from headrace.server import routes
 from headrace.server.access import Keys, Origins
+from headrace.server.anthropic.endpoint import COUNT, COUNT_PATH, MESSAGES
+from headrace.server.anthropic.endpoint import PATH as MESSAGES_PATH
+from headrace.server.endpoint import Endpoint
 from headrace.server.errors import ApiError
-from headrace.server.generate import Told, generate, new_id
+from headrace.server.generate import CHATS, TEXTS, Told, count_tokens, generate
 from headrace.server.http import ClientGoneError, Exchange, Receive, Scope, Send
 from headrace.server.page import is_page, page
+from headrace.server.responses.endpoint import PATH as RESPONSES_PATH
+from headrace.server.responses.endpoint import RESPONSES
 from headrace.server.service import Service
 
 logger = logging.getLogger("headrace.server")
 Handler = Callable[[Service, Exchange], Awaitable[None]]
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-_GENERATION = {CHAT: "chat", COMPLETIONS: "completions"}
+_GENERATION: dict[str, Endpoint] = {
+    CHAT: CHATS,
+    COMPLETIONS: TEXTS,
+    RESPONSES_PATH: RESPONSES,
+    MESSAGES_PATH: MESSAGES,
+}
 _ROUTES: dict[str, tuple[str, Handler]] = {
     "/v1/models": ("GET", routes.models),
     "/tokenize": ("POST", routes.tokenize),
@@ -31,6 +41,7 @@ _ROUTES: dict[str, tuple[str, Handler]] = {
     "/metrics": ("GET", routes.metrics),
     "/ledger": ("GET", routes.ledger),
 }
+_RESPONSE = re.compile(RESPONSES_PATH + r"/([^/]+)")
 _MODEL, _BILL = re.compile(r"/v1/models/(.+)"), re.compile(r"/requests/([^/]+)/bill")
 
 
@@ -48,7 +59,10 @@ class App:
         exchange = Exchange(scope, receive, send)
         started = time.monotonic()
         url, told = exchange.path, Told()
-        own_id = new_id(url) if url in _GENERATION else uuid.uuid4().hex
+        endpoint = _GENERATION.get(url)
+        own_id = uuid.uuid4().hex if endpoint is None else endpoint.new_id()
+        if endpoint is not None or url == COUNT_PATH:
+            exchange.errors = (endpoint or COUNT).errors
         given = exchange.headers.get("x-request-id", "")
         exchange.extra_headers["x-request-id"] = given if _REQUEST_ID.fullmatch(given) else own_id
         exchange.extra_headers |= self._origins.headers(exchange)
@@ -83,7 +97,10 @@ class App:
         service, path = self._service, exchange.path
         if path in _GENERATION:
             _check_method(exchange, "POST")
-            await generate(service, exchange, path, caller, own_id, told)
+            await generate(service, exchange, _GENERATION[path], caller, own_id, told)
+        elif path == COUNT_PATH:
+            _check_method(exchange, "POST")
+            await count_tokens(service, exchange, COUNT, caller)
         elif path in _ROUTES:
             method, handler = _ROUTES[path]
             _check_method(exchange, method)
@@ -91,6 +108,10 @@ class App:
         elif match := _MODEL.fullmatch(path):
             _check_method(exchange, "GET")
             await routes.one_model(service, exchange, match[1])
+        elif match := _RESPONSE.fullmatch(path):
+            if exchange.method != "DELETE":
+                _check_method(exchange, "GET")
+            await RESPONSES.stored(service, exchange, match[1], caller)
         elif match := _BILL.fullmatch(path):
             _check_method(exchange, "GET")
             await routes.bill(service, exchange, match[1])
@@ -98,17 +119,17 @@ class App:
             raise ApiError(404, f"there is nothing at {path[:200]}", code="unknown_url")
 
     def _tell(self, exchange: Exchange, own_id: str, told: Told, seconds: float) -> None:
-        metrics, route = self._service.metrics, _GENERATION.get(exchange.path)
+        metrics, endpoint = self._service.metrics, _GENERATION.get(exchange.path)
         if exchange.status:
             metrics.responses.labels(str(exchange.status)).inc()
-        if route is None:
+        if endpoint is None:
             return
-        metrics.requests.labels(route, told.outcome or "error").inc()
+        metrics.requests.labels(endpoint.route, told.outcome or "error").inc()
         if self._service.args.log_requests:
             logger.info(
                 "%s %s %s %s prompt=%d generated=%d %.3fs",
-                own_id, route, exchange.status or "-", told.outcome, told.prompt_tokens, told.completion_tokens,
-                seconds,
+                own_id, endpoint.route, exchange.status or "-", told.outcome, told.prompt_tokens,
+                told.completion_tokens, seconds,
             )  # fmt: skip
 
 

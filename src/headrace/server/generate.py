@@ -1,17 +1,18 @@
-"""/v1/completions and /v1/chat/completions."""
+"""From a body to its answer, for every endpoint that generates; /v1/completions and /v1/chat/completions themselves."""
 
 from __future__ import annotations
 
 import time
-import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from headrace.frontend.openai_request import CHAT
+from headrace.frontend.openai_request import CHAT, COMPLETIONS
+from headrace.frontend.tokenizer import Tokenizer
 from headrace.server.conversation import effort_variables, prepared_messages
+from headrace.server.endpoint import AnswerShape, Endpoint, Translated
 from headrace.server.errors import ApiError, bad_request
-from headrace.server.http import DONE, Exchange
+from headrace.server.http import Exchange
 from headrace.server.job import Job, PromptTokens
 from headrace.server.protocol import ApiRequest, parse_request
 from headrace.server.service import Service
@@ -31,16 +32,36 @@ class Told:
     completion_tokens: int = 0
 
 
-async def generate(service: Service, exchange: Exchange, url: str, caller: str | None, job_id: str, told: Told) -> None:
-    """Answer a body sent to `url`. Raises ApiError and ClientGoneError; what was begun is ended either way."""
+class _Chats(Endpoint):
+    route, url, prefix = "chat", CHAT, "chatcmpl-"
+
+    def shape(self, job: Job, model: str, tokenizer: Tokenizer, notes: Mapping[str, Any]) -> Shape:
+        return Shape(job, model, tokenizer)
+
+
+class _Texts(_Chats):
+    route, url, prefix = "completions", COMPLETIONS, "cmpl-"
+
+
+CHATS, TEXTS = _Chats(), _Texts()
+
+
+async def generate(
+    service: Service, exchange: Exchange, endpoint: Endpoint, caller: str | None, job_id: str, told: Told
+) -> None:
+    """Answer a body sent to an endpoint. Raises ApiError and ClientGoneError; what was begun is ended either way."""
     arrived = time.monotonic()
     service.check_open()
     value, size = await exchange.json(service.args.max_body, service.args.body_timeout)
-    request, model = _check(service, url, value, exchange)
-    request = service.isolated(request, caller)
-    prompts = await _prompts(service, request, size)
-    if request.chat:
-        request = _planned(service, request, prompts[0])
+    try:
+        translated = endpoint.translate(service, value, caller)
+        request, model = _check(service, endpoint.url, translated, exchange)
+        request = service.isolated(request, caller)
+        prompts = await _prompts(service, request, max(size, translated.size))
+        if request.chat:
+            request = _planned(service, request, prompts[0])
+    except ApiError as error:
+        raise endpoint.in_own_words(error) from None
     told.prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
     if request.no_output and request.params.logprobs is None:
         job = service.echo(job_id, request, prompts, arrived)
@@ -50,29 +71,39 @@ async def generate(service: Service, exchange: Exchange, url: str, caller: str |
     job = service.submit(job_id, request, prompts, arrived, keep=request.body.stream)
     exchange.watch(job.abandon)
     try:
-        shape = Shape(job, model, service.model.tokenizer)
+        shape = endpoint.shape(job, model, service.model.tokenizer, translated.notes)
         if request.body.stream:
-            await _stream(exchange, job, shape)
+            await _stream(exchange, job, shape, lambda: endpoint.finished(service, shape, caller))
         else:
             await job.finished()
-            await exchange.answer(shape.body())
+            data = shape.body()
+            endpoint.finished(service, shape, caller)
+            await exchange.answer(data)
     finally:
         job.abandon()  # does nothing to a job that has ended
         service.done(job)
         told.outcome, told.completion_tokens = job.outcome, job.completion_tokens
 
 
-def new_id(url: str) -> str:
-    return ("chatcmpl-" if url == CHAT else "cmpl-") + uuid.uuid4().hex
+async def count_tokens(service: Service, exchange: Exchange, endpoint: Endpoint, caller: str | None) -> None:
+    """How many tokens the prompt of a body has."""
+    value, size = await exchange.json(service.args.max_body, service.args.body_timeout)
+    try:
+        translated = endpoint.translate(service, value, caller)
+        request, _ = _check(service, endpoint.url, translated, exchange)
+        (prompt,) = await _prompts(service, request, size, limited=False)
+    except ApiError as error:
+        raise endpoint.in_own_words(error) from None
+    await exchange.answer_json({"input_tokens": len(prompt.token_ids)})
 
 
-def _check(service: Service, url: str, value: Mapping[str, Any], exchange: Exchange) -> tuple[ApiRequest, str]:
-    request = parse_request(url, value, service.model.defaults)
+def _check(service: Service, url: str, translated: Translated, exchange: Exchange) -> tuple[ApiRequest, str]:
+    request = parse_request(url, translated.body, service.model.defaults)
     if request.tools is not None and service.model.form.tools is None:
         raise bad_request(
             "this model's chat template has no form of tool calls that is known; leave tools out", "tools"
         )
-    ignored = list(request.ignored)
+    ignored = [*translated.ignored, *request.ignored]
     if effort_variables(request.reasoning_effort, service.model.template.sources) is None:
         ignored.append("reasoning_effort")
     if ignored:
@@ -81,7 +112,7 @@ def _check(service: Service, url: str, value: Mapping[str, Any], exchange: Excha
     return request, service.model.check_name(request.body.model)
 
 
-async def _prompts(service: Service, request: ApiRequest, size: int) -> list[PromptTokens]:
+async def _prompts(service: Service, request: ApiRequest, size: int, limited: bool = True) -> list[PromptTokens]:
     body = request.body
     if body.messages is not None:
         sources = service.model.template.sources
@@ -93,7 +124,7 @@ async def _prompts(service: Service, request: ApiRequest, size: int) -> list[Pro
     else:
         prompts = await service.model.tokens(body.prompts, body.add_special)
     engineless = request.no_output and request.params.logprobs is None
-    for prompt in prompts:
+    for prompt in prompts if limited else ():
         service.check_prompt(prompt, "messages" if request.chat else "prompt", 0 if engineless else 1)
     return prompts
 
@@ -108,7 +139,7 @@ def _planned(service: Service, request: ApiRequest, prompt: PromptTokens) -> Api
     return replace(request, plan=plan, kept=form.kept_ids(request.tools), body=replace(body, params=params))
 
 
-async def _stream(exchange: Exchange, job: Job, shape: Shape) -> None:
+async def _stream(exchange: Exchange, job: Job, shape: AnswerShape, finished: Callable[[], None]) -> None:
     await job.settled(STATUS_WAIT if job.request.params.grammar is None else GRAMMAR_WAIT)
     await exchange.start_events()
     begun: set[int] = set()
@@ -126,7 +157,9 @@ async def _stream(exchange: Exchange, job: Job, shape: Shape) -> None:
         if parts:
             await exchange.write(b"".join(parts))
         raise
-    await exchange.finish(shape.closing() + DONE)
+    end = shape.closing()
+    finished()
+    await exchange.finish(end)
 
 
 async def _echo(exchange: Exchange, shape: Shape, stream: bool) -> None:
@@ -135,4 +168,4 @@ async def _echo(exchange: Exchange, shape: Shape, stream: bool) -> None:
         await exchange.answer(shape.body())
         return
     await exchange.start_events()
-    await exchange.finish(b"".join([*shape.opening(), *shape.endings(), shape.closing(), DONE]))
+    await exchange.finish(b"".join([*shape.opening(), *shape.endings(), shape.closing()]))

@@ -22,6 +22,17 @@ _decode_json = msgspec.json.Decoder().decode
 DONE = b"data: [DONE]\n\n"
 
 
+class ErrorShape:
+    """How an API writes errors; this is OpenAI's way."""
+
+    def body(self, error: ApiError) -> bytes:
+        return encode_json(error.body)
+
+    def event(self, error: ApiError) -> bytes:
+        """The end of a stream that has begun."""
+        return event(encode_json(error.body)) + DONE
+
+
 class ClientGoneError(Exception):
     """The client closed the connection."""
 
@@ -37,6 +48,7 @@ class Exchange:
         self.extra_headers: dict[str, str] = {}  # sent with whatever answer
         self.status = 0  # once the answer has begun
         self.finished = False
+        self.errors = ErrorShape()
         self._receive = receive
         self._send = send
         self._watch: asyncio.Task[None] | None = None
@@ -141,11 +153,10 @@ class Exchange:
         """Say what went wrong: as the response, or within a stream that has begun, which then ends."""
         if self.finished:
             return
-        data = encode_json(error.body)
         if not self.status:
-            await self.answer(data, status=error.status, headers=error.headers)
+            await self.answer(self.errors.body(error), status=error.status, headers=error.headers)
         else:
-            await self.finish(event(data) + DONE)
+            await self.finish(self.errors.event(error))
 
 
 def event(data: bytes) -> bytes:

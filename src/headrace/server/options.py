@@ -26,6 +26,9 @@ class ServerArgs:
         None, f"file of API keys, one a line; those in ${KEYS_VARIABLE} (commas between) count too"
     )
     cors_origin: tuple[str, ...] = option((), "origin whose pages may call the API, or *; repeat for several")
+    max_stored: int = option(
+        1000, "most answers of /v1/responses kept for previous_response_id (64 MB at most); 0: none"
+    )
     max_queue: int = option(1024, "most choices that wait besides those that can run; more are answered 429")
     max_per_key: int = option(0, "most choices of one API key at once; more are answered 429; 0: any")
     max_body: int = option(8 * 2**20, "largest body, in bytes")
@@ -40,7 +43,7 @@ class ServerArgs:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be between 0 and 65535, not {self.port}")
-        for name in ("max_queue", "max_per_key", "request_timeout"):
+        for name in ("max_stored", "max_queue", "max_per_key", "request_timeout"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be below 0")
         for name in ("max_body", "body_timeout", "write_timeout", "health_timeout", "drain_timeout"):

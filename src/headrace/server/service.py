@@ -23,6 +23,7 @@ from headrace.server.metrics import Metrics
 from headrace.server.model import ModelText
 from headrace.server.options import ServerArgs
 from headrace.server.protocol import ApiRequest
+from headrace.server.responses.store import Store
 
 logger = logging.getLogger("headrace.server")
 _MEMORY = 0.9  # of the average time between ends of choices that a new one leaves as it is
@@ -51,6 +52,7 @@ class Service:
             on_stats=self._stats,
             on_death=self._death,
         )
+        self.responses = Store(args.max_stored)
         self._callers = CallerLimit(args.max_per_key)
         self._first_token = None if engine_args.ttft_slo is None else engine_args.ttft_slo / 1e3  # seconds
         self.draining = False

@@ -12,7 +12,8 @@ from typing import Any
 
 from headrace.core.plan import TokenLogprobs
 from headrace.frontend.tokenizer import IncrementalDetokenizer, Tokenizer
-from headrace.server.http import encode_json
+from headrace.server.endpoint import AnswerShape
+from headrace.server.http import DONE, encode_json, event
 from headrace.server.job import Delta, Job
 from headrace.server.parsers.base import AnswerParser, Pieces, joined_calls
 from headrace.server.protocol import ApiRequest
@@ -115,7 +116,7 @@ class TextLogprobs:
         }
 
 
-class Shape:
+class Shape(AnswerShape):
     """The common part: what every body and chunk of an answer begins with."""
 
     def __init__(self, job: Job, model: str, tokenizer: Tokenizer):
@@ -274,14 +275,10 @@ class Shape:
             yield self._event(index, b'"text":""', b"null", "length")
 
     def closing(self) -> bytes:
-        """The event with the usage, if it was asked for."""
+        """The event with the usage, if it was asked for, and the end."""
         if not self._request.include_usage:
-            return b""
-        return (
-            b"data: "
-            + encode_json({**self._head(), "choices": [], "usage": usage(self._job, self._tokenizer)})
-            + b"\n\n"
-        )
+            return DONE
+        return event(encode_json({**self._head(), "choices": [], "usage": usage(self._job, self._tokenizer)})) + DONE
 
 
 def _reason(reason: str | None) -> str | None:
