@@ -6,6 +6,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
+from headrace.cli import bench_serve
 from headrace.cli.options import add_engine_options, add_ledger_option, engine_args, stream_ledger
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
     throughput_parser = kinds.add_parser("throughput", help="many requests queued at once")
     throughput_parser.add_argument("--num-requests", type=int, default=32, metavar="N", help="requests (default 32)")
     throughput_parser.set_defaults(command=throughput)
+    bench_serve.add_command(kinds)
     compare_parser = kinds.add_parser("compare", help="the same work through Headrace and peers, in turns")
     compare_parser.add_argument(
         "--peer",
