@@ -91,6 +91,8 @@ class Server:
 
     def __enter__(self) -> Server:
         path = os.pathsep.join(map(str, (TESTS.parent / "src", TESTS, TESTS / "server")))
+        if extra := self.env.get("EXTRA_PYTHONPATH"):
+            path = extra + os.pathsep + path
         env = {
             **os.environ, "PYTHONPATH": path, "HEADRACE_NATIVE": "0",
             "HEADRACE_CHECK": "1", **self.env,

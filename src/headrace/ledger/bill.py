@@ -164,6 +164,7 @@ class BillKeeper:
     def __init__(self, num_rows: int):
         self._table = np.zeros((num_rows, 7), np.int64)
         self._accounts: dict[str, _Account] = {}
+        self._epoch = time.time() - time.monotonic()  # taken once: steps of the clock move no bill against another
         self._occupants: list[_Account | None] = [None] * num_rows
         self._now = 0  # the last commit
         self._gaps = 0  # running sums over all steps
@@ -177,7 +178,7 @@ class BillKeeper:
     def add(self, request: Request) -> None:
         """A request was queued; with the leader of a beam search, all its members."""
         arrival = nanoseconds(request.arrival)
-        started_at = time.time() - (time.monotonic() - request.arrival)
+        started_at = self._epoch + request.arrival
         for member in _members(request):
             self._accounts[member.id] = _Account(member, started_at, arrival, arrival)
 

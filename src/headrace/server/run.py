@@ -55,7 +55,9 @@ class _Server(uvicorn.Server):
 
 
 def _protocol(seconds: float, write_seconds: float) -> type[H11Protocol]:
-    """HTTP/1.1 that does not wait for ever: for the head of a first request, or for a client to take what was sent.
+    """HTTP/1.1 that does not wait for ever: for the head of a request, or for a client to take what was sent.
+
+    A first head must be there within `seconds`; so must a later one from its first byte on.
 
     What the kernel's buffer (SEND_BUFFER) does not hold is kept here, and no more is written until the client has taken
     it; one that takes nothing for `write_seconds` is cut off, which ends its request as any client's going does.
@@ -66,7 +68,24 @@ def _protocol(seconds: float, write_seconds: float) -> type[H11Protocol]:
             super().connection_made(transport)
             transport.set_write_buffer_limits(0)  # paused as soon as anything waits
             self._writing: asyncio.TimerHandle | None = None
-            self.loop.call_later(seconds, self._check_begun)
+            self._head: asyncio.TimerHandle | None = self.loop.call_later(seconds, self._close_for_head)
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            if self.cycle is not None and not self.cycle.response_complete:
+                self._stop_waiting_for_head()
+            elif self._head is None and not self.transport.is_closing():  # a part of the next head
+                self._head = self.loop.call_later(seconds, self._close_for_head)
+
+        def _close_for_head(self) -> None:
+            self._head = None
+            if self.cycle is None or self.cycle.response_complete:
+                self.transport.close()
+
+        def _stop_waiting_for_head(self) -> None:
+            if self._head is not None:
+                self._head.cancel()
+                self._head = None
 
         def pause_writing(self) -> None:
             super().pause_writing()
@@ -79,15 +98,12 @@ def _protocol(seconds: float, write_seconds: float) -> type[H11Protocol]:
         def connection_lost(self, exc: Exception | None) -> None:
             super().connection_lost(exc)
             self._stop_waiting()
+            self._stop_waiting_for_head()
 
         def _stop_waiting(self) -> None:
             if self._writing is not None:
                 self._writing.cancel()
                 self._writing = None
-
-        def _check_begun(self) -> None:
-            if self.cycle is None and not self.transport.is_closing():
-                self.transport.close()
 
     return Protocol
 

@@ -64,7 +64,8 @@ async function follow(signal) {
   while (!signal.aborted) {
     try {
       const headers = { accept: "text/event-stream" };
-      for await (const record of events(`/ledger?last=${records.length ? 100 : 200}`, { headers, signal })) take(record);
+      records.length = 0; // a new engine numbers its steps anew, and an old one tells the latest again
+      for await (const record of events("/ledger?last=300", { headers, signal })) take(record);
     } catch (error) {
       if (error.name === "AbortError") return;
       trouble(error.message);
@@ -80,8 +81,6 @@ function trouble(message) {
 
 function take(record) {
   trouble("");
-  const last = records.at(-1);
-  if (last && record.started_at <= last.started_at) return; // told before; ids start anew with a new engine
   records.push(record);
   if (records.length > KEPT) records.splice(0, records.length - KEPT);
   for (const use of record.prefixes) {
