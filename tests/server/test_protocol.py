@@ -169,6 +169,15 @@ def test_unknown_fields_are_ignored_and_named(server):
     reply = server.text(max_tokens=1, shape="round", temprature=3, user="me")
     assert reply.status == 200 and reply.headers["x-headrace-ignored"] == "shape, temprature"
     assert "x-headrace-ignored" not in server.text(max_tokens=1).headers
+    odd = server.text(max_tokens=1, **{"": 1, "\r\nx: y ": 1, "é": 1})
+    assert odd.status == 200 and odd.headers["x-headrace-ignored"] == "?, ??x:?y?, ?"
+
+
+def test_parameters_that_leave_no_token(server):
+    pytest.importorskip("llguidance")
+    for stream in (False, True):
+        reply = server.text(allowed_token_ids=[64], guided_choice=["b"], max_tokens=3, stream=stream)
+        assert reply.status == 400 and "no token is allowed" in reply.message
 
 
 @pytest.mark.parametrize(

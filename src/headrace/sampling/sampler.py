@@ -17,11 +17,11 @@ from headrace import ops
 from headrace.core.plan import TokenLogprobs
 from headrace.ops.xp import Array, namespace
 from headrace.sampling.logprobs import best_continuations, by_span, token_logprobs
+from headrace.sampling.params import NONE_ALLOWED
 from headrace.sampling.stages import LogitsStage, default_stages
 from headrace.sampling.state import SamplingBatch
 
 DAMAGED = "the model's logits are not finite here; the weights or the KV cache are damaged"
-NONE_ALLOWED = "no token is allowed here: allowed_token_ids, bad_words, min_tokens and the grammar leave none"
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,8 @@ from headrace.server.endpoint import Endpoint
 from headrace.server.errors import ApiError
 from headrace.server.generate import CHATS, TEXTS, Told, count_tokens, generate
 from headrace.server.http import ClientGoneError, Exchange, Receive, Scope, Send
+from headrace.server.openapi.document import PATH as OPENAPI_PATH
+from headrace.server.openapi.document import openapi
 from headrace.server.page import is_page, page
 from headrace.server.responses.endpoint import PATH as RESPONSES_PATH
 from headrace.server.responses.endpoint import RESPONSES
@@ -40,6 +42,7 @@ _ROUTES: dict[str, tuple[str, Handler]] = {
     "/version": ("GET", routes.version),
     "/metrics": ("GET", routes.metrics),
     "/ledger": ("GET", routes.ledger),
+    OPENAPI_PATH: ("GET", openapi),
 }
 _RESPONSE = re.compile(RESPONSES_PATH + r"/([^/]+)")
 _MODEL, _BILL = re.compile(r"/v1/models/(.+)"), re.compile(r"/requests/([^/]+)/bill")

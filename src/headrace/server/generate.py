@@ -107,9 +107,13 @@ def _check(service: Service, url: str, translated: Translated, exchange: Exchang
     if effort_variables(request.reasoning_effort, service.model.template.sources) is None:
         ignored.append("reasoning_effort")
     if ignored:
-        names = ", ".join(name[:64] for name in ignored[:16])
-        exchange.extra_headers[IGNORED] = "".join(c if " " <= c <= "~" else "?" for c in names)
+        exchange.extra_headers[IGNORED] = ", ".join(map(_in_header, ignored[:16]))
     return request, service.model.check_name(request.body.model)
+
+
+def _in_header(name: str) -> str:
+    """A field's name as a part of a header's value, which may hold neither everything nor nothing."""
+    return "".join(c if "!" <= c <= "~" else "?" for c in name[:64]) or "?"
 
 
 async def _prompts(service: Service, request: ApiRequest, size: int, limited: bool = True) -> list[PromptTokens]:

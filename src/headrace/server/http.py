@@ -121,12 +121,12 @@ class Exchange:
     # -- the response
 
     async def start(self, status: int, kind: str, headers: Mapping[str, str] | None = None, length: int = -1) -> None:
-        self.status = status
         known = {"content-type": kind, **self.extra_headers, **(headers or {})}
         if length >= 0:
             known["content-length"] = str(length)
         pairs = [(name.encode("latin-1"), value.encode("latin-1", "replace")) for name, value in known.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": pairs})
+        self.status = status
 
     async def write(self, data: bytes) -> None:
         """A part of the response; waits while the client has too much to read already."""

@@ -17,6 +17,7 @@ from headrace.frontend.input import InputProcessor
 from headrace.frontend.ipc import Add
 from headrace.frontend.output import ChoiceStream, CompletionOutput, RequestOutput, Update
 from headrace.frontend.tokenizer import Tokenizer
+from headrace.sampling.params import NONE_ALLOWED
 from headrace.server.errors import ApiError, bad_request, unavailable
 from headrace.server.http import ClientGoneError
 from headrace.server.metrics import Metrics
@@ -162,7 +163,8 @@ class Job:
             if output.finish_reason is None:  # a stop string
                 self._client.abort([output.request_id], FinishReason.STOP)
             if choice.finish_reason == FinishReason.ERROR:
-                self._end("error", ApiError(500, choice.error or "the engine could not go on with this request"))
+                message = choice.error or "the engine could not go on with this request"
+                self._end("error", ApiError(400 if message == NONE_ALLOWED else 500, message))
                 return
         if self._keep:
             for update in updates:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from headrace.frontend.input import MAX_PRIORITY
 from headrace.frontend.openai_request import CHAT, BodyError, BodyRequest, known_fields, parse_body
 from headrace.sampling.params import SamplingParams
 from headrace.server.errors import bad_request
@@ -90,7 +91,7 @@ def parse_request(url: str, value: Mapping[str, Any], defaults: SamplingParams) 
         echo=echo,
         no_output=no_output,
         include_usage=include_usage,
-        priority=_integer(given, "priority", -(2**31), 2**31 - 1),
+        priority=_integer(given, "priority", -MAX_PRIORITY, MAX_PRIORITY),
         cache_salt=_salt(given),
         timeout=_timeout(given),
         as_token_ids=_flag(given, "return_tokens_as_token_ids"),

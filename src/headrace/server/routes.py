@@ -47,7 +47,9 @@ async def tokenize(service: Service, exchange: Exchange) -> None:
     """{"prompt"} or {"messages"} with the template's fields -> {"count", "max_model_len", "tokens"}."""
     value, size = await exchange.json(service.args.max_body, service.args.body_timeout)
     given = {name: each for name, each in value.items() if each is not None and name != "return_token_strs"}
-    strings = value.get("return_token_strs") is True
+    strings = value.get("return_token_strs")
+    if not isinstance(strings, bool | None):
+        raise bad_request("return_token_strs must be true or false", "return_token_strs")
     chat = "messages" in given
     allowed = (
         {"model", "messages", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"}

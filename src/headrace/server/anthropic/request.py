@@ -151,7 +151,7 @@ def _tool_choice(value: Any) -> dict[str, Any]:
     body: dict[str, Any] = {}
     if kind == "tool":
         body["tool_choice"] = {"type": "function", "function": {"name": value.get("name")}}
-    elif kind in choices:
+    elif isinstance(kind, str) and kind in choices:
         body["tool_choice"] = choices[kind]
     else:
         raise bad_request("tool_choice must be an object of type auto, any, tool or none", "tool_choice")
