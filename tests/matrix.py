@@ -43,7 +43,7 @@ DECODING: dict[str, dict[str, Any]] = {
 RUNNING: dict[str, dict[str, Any]] = {
     "chunked prefill": {"max_num_batched_tokens": 7, "max_num_seqs": 6},
     "small blocks": {"block_size": 2},
-    "memory pressure": {"kv_cache": 39 * 4 * 384, "block_size": 4, "max_num_seqs": 6},
+    "memory pressure": {"kv_cache": 39 * 4 * 192, "block_size": 4, "max_num_seqs": 6},
     "steps in flight": {"steps_in_flight": 3},
     "no prefix cache": {"prefix_caching": False},
     "priorities": {"scheduling": "priority"},
@@ -52,6 +52,7 @@ RUNNING: dict[str, dict[str, Any]] = {
     "automatic speculation": {"speculate": "ngram"},
 }
 MODELS: dict[str, dict[str, Any]] = {"sliding window": {"window": 9}}
+ARITHMETIC: dict[str, dict[str, Any]] = {"int8 KV cache": {"kv_dtype": "int8"}}  # the same alone and together
 ALWAYS = {"max_model_len": 90}
 
 Result = list[list[tuple]]
@@ -75,34 +76,37 @@ class Matrix:
 
     def __init__(self, folder: Path):
         self._paths = {window: write_tiny_llama(folder / str(window), window=window) for window in (None, 9)}
-        self._plain: dict[int | None, LLM] = {}
+        self._plain: dict[tuple, LLM] = {}
 
     @contextmanager
     def engine(self, window: int | None, **options: Any) -> Iterator[LLM]:
         with LLM(str(self._paths[window]), **{**ALWAYS, **options}) as llm:
             yield llm
 
-    def alone(self, window: int | None, params: SamplingParams) -> Result:
+    def alone(self, window: int | None, params: SamplingParams, arithmetic: dict[str, Any]) -> Result:
         """Each prompt by itself on an engine that caches nothing and has room for everything."""
-        if window not in self._plain:
-            self._plain[window] = LLM(str(self._paths[window]), prefix_caching=False, **ALWAYS)
-        return [_result(self._plain[window].generate([prompt], params))[0] for prompt in PROMPTS]
+        key = (window, *arithmetic.items())
+        if key not in self._plain:
+            self._plain[key] = LLM(str(self._paths[window]), prefix_caching=False, **ALWAYS, **arithmetic)
+        return [_result(self._plain[key].generate([prompt], params))[0] for prompt in PROMPTS]
 
     def pair(self, one: str, other: str) -> str:
         """holds, refused: why, or FAILS."""
         decoding: dict[str, Any] = {}
         running: dict[str, Any] = {}
+        arithmetic: dict[str, Any] = {}
         window = None
         for name in (one, other):
             decoding |= DECODING.get(name, {})
             running |= RUNNING.get(name, {})
+            arithmetic |= ARITHMETIC.get(name, {})
             window = MODELS.get(name, {}).get("window", window)
         try:
             params = SamplingParams(**{**BASE, **decoding})
         except ValueError as error:
             return f"refused: {error}"
-        expected = self.alone(window, params)
-        with self.engine(window, **running) as llm:
+        expected = self.alone(window, params, arithmetic)
+        with self.engine(window, **running, **arithmetic) as llm:
             # twice: the second time prompts and answers are known to the prefix cache
             found = [_result(llm.generate(PROMPTS, params)) for _ in range(2)]
             llm.engine.core.scheduler.check()
@@ -115,7 +119,7 @@ class Matrix:
 
 def run(show: Callable[[str], None] = lambda text: None) -> dict[tuple[str, str], str]:
     """Every pair's outcome."""
-    names = [*DECODING, *RUNNING, *MODELS]
+    names = [*DECODING, *RUNNING, *MODELS, *ARITHMETIC]
     with tempfile.TemporaryDirectory() as folder:
         matrix = Matrix(Path(folder))
         outcomes = {}
@@ -130,7 +134,7 @@ def run(show: Callable[[str], None] = lambda text: None) -> dict[tuple[str, str]
 
 def document(outcomes: dict[tuple[str, str], str]) -> str:
     """The matrix in Markdown."""
-    names = [*DECODING, *RUNNING, *MODELS]
+    names = [*DECODING, *RUNNING, *MODELS, *ARITHMETIC]
     reasons: list[str] = []
     lines = [
         "# Features together",

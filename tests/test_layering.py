@@ -33,7 +33,7 @@ LAYERS = {
     "executor": {"worker", "core"},
     "autopilot": {"core", "ledger"},
     "ledger": {"core", "models.spec", "device"},
-    "resolve": {"config", "core", "device", "models.spec"},
+    "resolve": {"config", "core", "device", "models.spec", "ops.kv_format"},
     "frontend": {
         "autopilot", "config", "core", "device", "executor", "ledger", "loading", "models.spec", "resolve",
         "sampling.grammar", "sampling.params", "worker",

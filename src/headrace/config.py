@@ -59,6 +59,9 @@ class EngineArgs:
     max_num_batched_tokens: int | None = option(None, "most tokens in one step; longer prompts are cut into chunks")
     kv_cache: str | int | None = option(None, "size of the KV cache: bytes, 512MiB, 2GB, or 30% of free memory")
     block_size: int | None = option(None, "tokens in a block of KV cache")
+    kv_dtype: Literal["auto", "fp32", "bf16", "int8"] = option(
+        "auto", "numbers of the KV cache: fp32, bf16 (half the memory), int8 with a scale a vector (a quarter)"
+    )
     prefix_caching: bool = option(True, "find prompts, or their beginnings, that are computed already")
     scheduling: Literal["fcfs", "priority"] = option("fcfs", "order in which waiting requests are admitted")
     num_threads: int | None = option(None, "processor threads of the native kernels; none: all this process may use")
@@ -119,6 +122,7 @@ class EngineArgs:
             ("device", ("auto", "cpu", "cuda")),
             ("dtype", ("auto", *DTYPES)),
             ("scheduling", ("fcfs", "priority")),
+            ("kv_dtype", ("auto", "fp32", "bf16", "int8")),
             ("speculate", ("off", "ngram")),
         ):
             if getattr(self, name) not in allowed:

@@ -12,11 +12,13 @@ from headrace.core.kv_layout import KVGroup, KVLayout
 from headrace.device.cpu import CpuFacts
 from headrace.device.cuda import GpuFacts
 from headrace.models.spec import ModelSpec
+from headrace.ops.kv_format import KV_FORMATS
 
 _PACED_BUDGET = 1024  # where the cost model chooses the size of chunks
 _DEFAULT_LEN = 8192
 _DEFAULT_BLOCK = 16
 _KV_SHARE = 0.3
+_KV_NAMES = {"fp32": "float32", "bf16": "bfloat16", "int8": "int8"}
 _MOST_DRAFTS = 8
 _GRAPH_BYTES = 1 << 30  # of GPU memory, kept for graphs and the library's workspaces
 
@@ -70,11 +72,12 @@ class _Device:
     depth_reason: str
     kv_memory: int  # bytes that the KV cache may take if nobody says how many
     kv_reason: str
-    bytes_per_element: int = 4
+    kv_format: str = "float32"
+    kv_format_reason: str = ""
     kv_fills: bool = False  # take all of kv_memory, whatever max_num_seqs needs at most
 
 
-def _cpu(facts: CpuFacts) -> _Device:
+def _cpu(args: EngineArgs, facts: CpuFacts) -> _Device:
     return _Device(
         seqs=64,
         seqs_reason="more rows gain little on a CPU",
@@ -84,10 +87,18 @@ def _cpu(facts: CpuFacts) -> _Device:
         depth_reason="a CPU has nothing to overlap with",
         kv_memory=int(facts.available_memory * _KV_SHARE),
         kv_reason=f"{_KV_SHARE:.0%} of the {_human(facts.available_memory)} that are free",
+        kv_format=_KV_NAMES.get(args.kv_dtype) or ("float32" if args.mode == "exact" else "bfloat16"),
+        kv_format_reason="keys and values as they were computed"
+        if args.mode == "exact"
+        else "half the memory and half the reading of fp32; exact mode keeps fp32",
     )
 
 
-def _gpu(args: EngineArgs, spec: ModelSpec, gpu: GpuFacts, weight_bytes: int, element: int) -> _Device:
+def _gpu(args: EngineArgs, spec: ModelSpec, gpu: GpuFacts, num_weights: int, dtype: str) -> _Device:
+    element = 4 if dtype == "float32" else 2
+    weight_bytes = num_weights * element
+    if args.kv_dtype != "auto" and _KV_NAMES[args.kv_dtype] != dtype:
+        raise ConfigError(f"on a GPU the KV cache has the dtype, {dtype}, not {args.kv_dtype}; leave kv_dtype out")
     limit = parse_bytes(args.gpu_memory, gpu.total_memory, "gpu_memory")
     budget, seqs = args.max_num_batched_tokens or 8192, args.max_num_seqs or 256
     inner = max(2 * spec.intermediate_size, spec.q_size + 2 * spec.kv_size)
@@ -109,7 +120,8 @@ def _gpu(args: EngineArgs, spec: ModelSpec, gpu: GpuFacts, weight_bytes: int, el
         depth_reason="the host plans a step while the GPU runs the one before",
         kv_memory=max(memory, 0),
         kv_reason=plan,
-        bytes_per_element=element,
+        kv_format=dtype,
+        kv_format_reason="the dtype of the activations",
         kv_fills=True,
     )
 
@@ -124,15 +136,14 @@ def resolve(
     if gpu is None:
         if args.dtype not in ("auto", "float32"):
             raise ConfigError(f"dtype {args.dtype} is for GPUs, and none is used; leave it out")
-        device = _cpu(facts)
+        device = _cpu(args, facts)
     else:
         if args.speculate != "off":
             raise ConfigError("speculate does not run on GPUs yet; leave it out or give device=cpu")
         dtype = args.dtype if args.dtype != "auto" else "float32" if args.mode == "exact" else "bfloat16"
         if args.mode == "exact" and dtype != "float32":
             raise ConfigError(f"exact mode computes in float32; leave out dtype {dtype} or the mode")
-        element = 4 if dtype == "float32" else 2
-        device = _gpu(args, spec, gpu, num_weights * element, element)
+        device = _gpu(args, spec, gpu, num_weights, dtype)
         choices.append(Choice("device", f"cuda, {gpu.name}", "a GPU is there" if args.device == "auto" else "as asked"))
         choices.append(Choice("dtype", dtype, "as asked" if args.dtype != "auto" else f"of mode {args.mode}"))
 
@@ -169,7 +180,13 @@ def resolve(
         raise ConfigError(f"max_num_batched_tokens ({budget}) must be at least max_num_seqs ({seqs})")
     block = choose("block_size", args.block_size, _DEFAULT_BLOCK, "small blocks waste little memory")
     groups = kv_groups(spec)
-    one = KVLayout(groups, block, 1, device.bytes_per_element, max_span=budget)
+    element = 2.0  # float16, which only GPUs have
+    if device.kv_format in KV_FORMATS:
+        element = KV_FORMATS[device.kv_format].vector_bytes(spec.head_dim) / spec.head_dim
+    one = KVLayout(groups, block, 1, element, budget, device.kv_format)
+    choices.append(
+        Choice("kv_dtype", device.kv_format, device.kv_format_reason if args.kv_dtype == "auto" else "as asked")
+    )
     per_sequence = one.blocks_for(max_len)
     if args.kv_cache is not None:
         size = parse_bytes(args.kv_cache, facts.available_memory if gpu is None else gpu.free_memory, "kv_cache")

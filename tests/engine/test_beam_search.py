@@ -15,7 +15,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def llm(folder):
-    with LLM(str(folder), max_num_seqs=16) as made:
+    with LLM(str(folder), mode="exact", max_num_seqs=16) as made:
         yield made
 
 

@@ -34,7 +34,8 @@ def write_model(folder: Path, case: str) -> Any:
 def test_greedy_tokens_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     reference = write_model(tmp_path, case)
     prompts = [prompt(length, seed=length) for length in (90, 5, 61)]
-    with LLM(str(tmp_path), max_num_seqs=4, max_num_batched_tokens=32, kv_cache="8MiB", max_model_len=256) as llm:
+    options = dict(max_num_seqs=4, max_num_batched_tokens=32, kv_cache="8MiB", max_model_len=256)
+    with LLM(str(tmp_path), mode="exact", **options) as llm:
         together = [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY)]
         alone = [llm.generate([each], GREEDY)[0].outputs[0].token_ids for each in prompts]
     assert together == alone

@@ -55,7 +55,7 @@ def test_alone_and_together_are_the_same(llm):
     dict(block_size=64),
     dict(steps_in_flight=3),
     dict(prefix_caching=False),
-    dict(kv_cache=9 * 16 * 2 * 2 * 2 * 12 * 4, max_num_seqs=8),  # nine blocks: preempts all the time
+    dict(kv_cache=9 * 16 * 2 * 2 * 2 * 12 * 2, max_num_seqs=8),  # nine blocks: preempts all the time
 ])  # fmt: skip
 def test_no_schedule_changes_a_token(llm, folder, windowed, window, options):
     batch = prompts(8)
@@ -182,7 +182,7 @@ def test_bad_options_are_refused(folder):
         dict(max_model_len=0),
         dict(kv_cache="lots"),
         dict(kv_cache="1KiB"),
-        dict(kv_cache="100KiB", max_model_len=500),
+        dict(kv_cache="50KiB", max_model_len=500),
         dict(mode="wrong"),
         dict(steps_in_flight=9),
         dict(max_num_batched_tokens=4, max_num_seqs=8),
@@ -230,7 +230,7 @@ def test_the_ledger_saw_every_token(folder):
 )
 def test_random_schedules_on_a_real_model(llm, folder, work, budget, blocks, depth):
     """Arrivals, aborts and memory pressure: every token that comes is the one the request gets alone."""
-    options = dict(max_num_seqs=6, max_num_batched_tokens=budget, kv_cache=blocks * 16 * 384 * 2, steps_in_flight=depth)
+    options = dict(max_num_seqs=6, max_num_batched_tokens=budget, kv_cache=blocks * 16 * 192 * 2, steps_in_flight=depth)
     with LLM(str(folder), max_model_len=90, ledger=False, **options) as busy:
         started = []
         step = 0

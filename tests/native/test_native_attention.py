@@ -10,10 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attention.test_reference import LENGTH, SINKS, VARIANTS, World
+from attention.test_reference import LAYER, LENGTH, SINKS, VARIANTS, World
 from headrace.attention.base import LayerAttention
 from headrace.attention.native import NativeAttention
+from headrace.attention.reference import ReferenceAttention
+from headrace.core.kv_layout import KVGroup
+from headrace.ops.kv_format import KV_FORMATS
 from headrace.ops.native.library import library
+from models.harness import make_batch
 
 WIDE = LayerAttention(scale=0.125, num_heads=9, num_kv_heads=3, head_dim=64)
 MORE = {
@@ -120,3 +124,69 @@ def test_refuses_what_it_was_not_planned_for() -> None:
     with pytest.raises(ValueError, match="layer has window None, its KV group 50"):
         world.run({0: 3})
     assert SINKS.shape == (6,)
+
+
+class PackedWorld(World):
+    """A world whose cache holds keys and values in another format."""
+
+    def __init__(self, kv_format: str, layer: LayerAttention, **options: Any):
+        super().__init__(layer, **options)
+        self.backend.kv_format = kv_format
+        pages = [KV_FORMATS[kv_format].pages(page.shape) for page in self.cache]
+        for page in pages:
+            page[:] = 255  # NaN in bfloat16 and in scales
+        self.cache = (pages[0], pages[1])
+
+
+@pytest.mark.parametrize("kv_format", ["bfloat16", "int8"])
+@pytest.mark.parametrize("name", ["plain", "all", "mqa-odd", "wide-all", "large-head", "many-heads"])
+def test_packed_pages_agree_with_the_reference_in_every_company(path: str, name: str, kv_format: str) -> None:
+    layer = MORE[name]
+    expected = PackedWorld(kv_format, layer).run({0: LENGTH})[0]
+    whole = PackedWorld(kv_format, layer, backend=NativeAttention).run({0: LENGTH})[0]
+    np.testing.assert_allclose(whole, expected, rtol=2e-5, atol=2e-5)
+    exact = World(layer).exact(0)
+    assert 0 < np.abs(whole - exact).max() < {"bfloat16": 0.03, "int8": 0.06}[kv_format] * np.abs(exact).max()
+    for block_size, threads in ((4, 2), (64, 1), (24, 3), (128, 2)):
+        library().set_num_threads(threads)
+        world = PackedWorld(kv_format, layer, block_size=block_size, backend=NativeAttention)
+        parts = [world.run({1: 20, 0: 3})[0], world.run({0: 127, 1: 1})[0], world.run({0: LENGTH - 130})[0]]
+        np.testing.assert_array_equal(np.concatenate(parts), whole)
+
+
+@pytest.mark.parametrize("kv_format", list(KV_FORMATS))
+def test_a_damaged_vector_stays_damaged(path: str, kv_format: str) -> None:
+    for value in (np.nan, np.inf):
+        world = PackedWorld(kv_format, LAYER, backend=NativeAttention)
+        world.qkv[2][0, 5, 3] = value
+        assert np.isfinite(world.run({0: 5})[0]).all()
+        found = world.run({0: 35})[0].reshape(35, 6, 8)
+        assert not np.isfinite(found[:, :3, 3]).any()
+        assert np.isfinite(found[:, 3:]).all()  # the other key/value head
+
+
+@pytest.mark.parametrize("layer", [WIDE, replace(WIDE, window=700, soft_cap=3.0, sinks=np.arange(9, dtype=np.float32))])
+def test_one_long_row_is_the_same_on_any_number_of_threads(path: str, layer: LayerAttention) -> None:
+    length = 1100  # five chunks
+    rng = np.random.default_rng(1)
+    qkv = [rng.standard_normal((length, n * 64), np.float32) for n in (9, 3, 3)]
+    table = rng.permutation(80)[: -(-length // 16)]
+    found = {}
+    for threads, spans in ((1, [length]), (4, [length - 1, 1]), (3, [250, 6, 500, 343, 1])):
+        library().set_num_threads(threads)
+        backend, start, outs = NativeAttention(16), 0, []
+        cache = tuple(np.full((80, 16, 3, 64), np.nan, np.float32) for _ in range(2))
+        for count in spans:
+            part = slice(start, start + count)
+            batch = make_batch([np.arange(start, start + count)], [[table]], 16)
+            meta = backend.plan(batch, 0, KVGroup((0,), 3, 64, layer.window))
+            outs.append(backend.run(*(x[part] for x in qkv), cache, meta, layer))
+            start += count
+        found[threads] = np.concatenate(outs)
+    np.testing.assert_array_equal(found[4], found[1])
+    np.testing.assert_array_equal(found[3], found[1])
+    reference = ReferenceAttention(16)
+    cache = tuple(np.zeros((80, 16, 3, 64), np.float32) for _ in range(2))
+    batch = make_batch([np.arange(length)], [[table]], 16)
+    meta = reference.plan(batch, 0, KVGroup((0,), 3, 64, layer.window))
+    np.testing.assert_allclose(found[1], reference.run(*qkv, cache, meta, layer), rtol=2e-5, atol=2e-5)

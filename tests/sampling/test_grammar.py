@@ -96,7 +96,7 @@ FORM = closed({"a": {"type": "integer", "minimum": 0, "maximum": 10**6}, "b": {"
         {"steps_in_flight": 3},
         {"max_num_seqs": 2},
         {"speculate": "ngram"},
-        {"kv_cache": 24 * 16 * 2 * 2 * 2 * 12 * 4, "max_model_len": 100},
+        {"kv_cache": 24 * 16 * 2 * 2 * 2 * 12 * 2, "max_model_len": 100},
     ],
 )
 def test_no_schedule_changes_an_answer(llm, path, options):  # G09

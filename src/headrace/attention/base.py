@@ -63,6 +63,7 @@ class AttentionBackend(Protocol):
 
     name: str
     caps: AttentionCaps
+    kv_format: str  # one of caps.kv_formats; `select_backend` sets it
 
     def plan(self, batch: Any, group: int, spec: KVGroup) -> Any:
         """Metadata of `batch` (a StepBatch) for one layer group, shared by the group's layers."""

@@ -3,7 +3,7 @@
 A query's result depends on its own position and history only (csrc/attention.h), as the reference's does; the two
 differ in the last bits, because the order of their sums differs. Pages keep the cache's shape and size, but inside a
 block this backend has an order of its own, which nobody else may read: keys [kv heads, dim, block_size], so that
-neighbouring positions fill a vector, values [kv heads, block_size, dim].
+neighbouring positions fill a vector, values [kv heads, block_size, dim]; int8: the scales of a head's block behind it.
 """
 
 from __future__ import annotations
@@ -16,12 +16,16 @@ import numpy as np
 
 from headrace.attention.base import AttentionCaps, LayerAttention
 from headrace.core.kv_layout import KVGroup
+from headrace.ops.kv_format import FLOAT32, KV_FORMATS
 from headrace.ops.native.library import address, library, unavailable_reason
 from headrace.ops.native.recording import current, empty, unrecordable
 from headrace.ops.xp import Array
 
 if TYPE_CHECKING:
     from headrace.worker.batch import StepBatch
+
+
+_KV_CODES = {"float32": 0, "bfloat16": 1, "int8": 2}  # KvFormat of csrc/kernels.h
 
 
 class _JobStruct(ctypes.Structure):
@@ -99,13 +103,14 @@ def _rows(array: Array) -> np.ndarray:
 
 
 class NativeAttention:
-    """Attention through the native library. Its KV format is float32 in pages of its own order."""
+    """Attention through the native library, over pages of its own order."""
 
     name = "native"
-    caps = AttentionCaps(devices=frozenset({"cpu"}), kv_formats=frozenset({"float32"}))
+    caps = AttentionCaps(devices=frozenset({"cpu"}), kv_formats=frozenset(KV_FORMATS))
 
     def __init__(self, block_size: int):
         self.block_size = block_size
+        self.kv_format = FLOAT32.name
         library()  # raises NativeError where there is none
 
     @staticmethod
@@ -144,8 +149,9 @@ class NativeAttention:
             raise ValueError(f"layer has window {layer.window}, its KV group {meta.window}")
         if keys.shape[1] != meta.block_size:
             raise ValueError(f"planned for blocks of {meta.block_size} tokens, the cache has {keys.shape[1]}")
-        if not (keys.dtype == np.float32 and keys.flags.c_contiguous and values.flags.c_contiguous):
-            raise ValueError("pages must be float32 and contiguous")
+        dtype, stored = KV_FORMATS[self.kv_format].stored(layer.head_dim)
+        if any(page.dtype != dtype or page.shape[3] != stored or not page.flags.c_contiguous for page in cache):
+            raise ValueError(f"pages must be those of {self.kv_format} and contiguous")
         q, k, v = _rows(q), _rows(k), _rows(v)
         out = empty(q.shape)
         sinks = None if layer.sinks is None else np.ascontiguousarray(layer.sinks, np.float32)
@@ -154,6 +160,7 @@ class NativeAttention:
         job.out, job.out_stride = address(out), out.strides[0] >> 2
         job.keys, job.values = address(keys), address(values)
         job.heads, job.kv_heads, job.dim = layer.num_heads, layer.num_kv_heads, layer.head_dim
+        job.kv_format = _KV_CODES[self.kv_format]
         job.scale, job.soft_cap = layer.scale, layer.soft_cap or 0.0
         job.sinks = None if sinks is None else address(sinks)
         if (recording := current()) is not None:

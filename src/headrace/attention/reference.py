@@ -13,6 +13,7 @@ import numpy as np
 from headrace import ops
 from headrace.attention.base import AttentionCaps, LayerAttention
 from headrace.core.kv_layout import KVGroup
+from headrace.ops.kv_format import FLOAT32, KV_FORMATS
 from headrace.ops.paged_attention import TILE, Piece, TileGroup, TileWork
 from headrace.ops.xp import Array
 from headrace.worker.batch import StepBatch
@@ -40,15 +41,16 @@ class _Stretch:
 
 
 class ReferenceAttention:
-    """Attention through the op `paged_attention`. Its KV format is float32, token-major pages."""
+    """Attention through the op `paged_attention`, over token-major pages."""
 
     name = "reference"
-    caps = AttentionCaps(devices=frozenset({"cpu"}), kv_formats=frozenset({"float32"}), block_tile=TILE)
+    caps = AttentionCaps(devices=frozenset({"cpu"}), kv_formats=frozenset(KV_FORMATS), block_tile=TILE)
 
     def __init__(self, block_size: int):
         if TILE % block_size and block_size % TILE:
             raise ValueError(f"block size {block_size} neither divides {TILE} nor is a multiple of it")
         self.block_size = block_size
+        self.kv_format = FLOAT32.name
 
     def plan(self, batch: StepBatch, group: int, spec: KVGroup) -> ReferenceMeta:
         """Metadata of `batch` for layer group number `group`. A span's positions must be consecutive."""
@@ -91,9 +93,17 @@ class ReferenceAttention:
         if key_pages.shape[1] != meta.block_size:
             raise ValueError(f"planned for blocks of {meta.block_size} tokens, the cache has {key_pages.shape[1]}")
         heads = (-1, layer.num_kv_heads, layer.head_dim)
-        ops.kv_write(key_pages, value_pages, k.reshape(heads), v.reshape(heads), meta.slot_mapping)
+        kv_format = KV_FORMATS[self.kv_format]
+        ops.kv_write(key_pages, value_pages, k.reshape(heads), v.reshape(heads), meta.slot_mapping, kv_format)
         return ops.paged_attention(
-            q, key_pages, value_pages, meta.work, scale=layer.scale, soft_cap=layer.soft_cap, sinks=layer.sinks
+            q,
+            key_pages,
+            value_pages,
+            meta.work,
+            scale=layer.scale,
+            soft_cap=layer.soft_cap,
+            sinks=layer.sinks,
+            kv_format=kv_format,
         )
 
     def _group(self, members: list[tuple[_Stretch, np.ndarray]], window: int | None) -> TileGroup:

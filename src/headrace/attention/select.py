@@ -49,7 +49,9 @@ def select_backend(
         every += [reason for layer in layers for reason in caps.refusals(device, kv_format, layer, block_size)]
         reasons = list(dict.fromkeys(every))  # layers repeat each other
         if not reasons:
-            return create(block_size), refusals
+            backend = create(block_size)
+            backend.kv_format = kv_format
+            return backend, refusals
         refusals.append((name, reasons))
     listed = "; ".join(f"{name}: {', '.join(reasons)}" for name, reasons in refusals)
     raise ValueError(f"no attention backend can serve this model ({listed})")

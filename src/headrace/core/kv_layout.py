@@ -32,8 +32,9 @@ class KVLayout:
     groups: tuple[KVGroup, ...]
     block_size: int
     num_blocks: int
-    bytes_per_element: int = 4
+    bytes_per_element: float = 4  # scales included
     max_span: int = 0  # longest span of one step: what a window group holds beyond its window
+    kv_format: str = "float32"  # name of the format of keys and values
 
     @property
     def num_tensors(self) -> int:
@@ -44,7 +45,7 @@ class KVLayout:
     def block_bytes(self) -> int:
         """Bytes that one block takes over all its tensors, keys and values."""
         widest = max(group.num_kv_heads * group.head_dim for group in self.groups)
-        return 2 * self.num_tensors * self.block_size * widest * self.bytes_per_element
+        return round(2 * self.num_tensors * self.block_size * widest * self.bytes_per_element)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that a sequence of `num_tokens` keeps at most, over all groups."""

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from headrace.ops.kv_format import FLOAT32, KVFormat
 from headrace.ops.registry import op
 from headrace.ops.xp import Array, namespace
 
@@ -71,6 +72,7 @@ class _Call:
     slots: tuple[Array, Array]  # keys, values: [num slots, kv heads, D]
     soft_cap: float | None
     sinks: Array | None  # [1, kv heads, G, 1]
+    kv_format: KVFormat
     on_device: Callable[[np.ndarray], Array]  # numpy index or mask -> the same where the pages live
 
     def gather(self, which: int, piece: Piece, first: int, last: int) -> Array:
@@ -82,13 +84,13 @@ class _Call:
             part = units[int(ids[0]) : int(ids[0]) + len(ids)]
         else:
             part = self.xp.take(units, self.on_device(ids), axis=0)
-        return part.reshape(last - first, TILE, *units.shape[2:])
+        return self.kv_format.unpack(part.reshape(last - first, TILE, *units.shape[2:]))
 
     def gather_slots(self, which: int, slots: np.ndarray) -> Array:
         """The last tiles' keys (0) or values (1) for slots [P, 64]: [P, 64, kv heads, D]."""
         pages = self.slots[which]
         taken = self.xp.take(pages, self.on_device(slots.reshape(-1)), axis=0)
-        return taken.reshape(*slots.shape, *pages.shape[1:])
+        return self.kv_format.unpack(taken.reshape(*slots.shape, *pages.shape[1:]))
 
 
 @op
@@ -101,19 +103,21 @@ def paged_attention(
     scale: float,
     soft_cap: float | None = None,
     sinks: Array | None = None,
+    kv_format: KVFormat = FLOAT32,
     out: Array | None = None,
 ) -> Array:
     """Attention output [T, heads * D] of q [T, heads * D] over C-contiguous pages [num_blocks, block_size, kv heads,
-    D].
+    D] in `kv_format`.
 
     `work` comes from attention/reference.py; the keys and values of the step itself are already in the pages.
     `sinks` [heads] are logits that take probability and give no value.
     """
     xp = namespace(q)
-    num_blocks, block_size, kv_heads, dim = key_pages.shape
+    num_blocks, block_size, kv_heads, stored = key_pages.shape
     unit = min(block_size, TILE)
-    unit_shape = (num_blocks * block_size // unit, unit, kv_heads, dim)
-    slot_shape = (num_blocks * block_size, kv_heads, dim)
+    unit_shape = (num_blocks * block_size // unit, unit, kv_heads, stored)
+    slot_shape = (num_blocks * block_size, kv_heads, stored)
+    dim = stored if kv_format is FLOAT32 else (stored - kv_format.scale_bytes) // kv_format.element_bytes
     queries = q.reshape(q.shape[0], kv_heads, -1, dim)
     call = _Call(
         xp=xp,
@@ -121,6 +125,7 @@ def paged_attention(
         slots=(key_pages.reshape(slot_shape), value_pages.reshape(slot_shape)),
         soft_cap=soft_cap,
         sinks=None if sinks is None else sinks.reshape(1, kv_heads, -1, 1),
+        kv_format=kv_format,
         on_device=_same if xp is np else lambda array: xp.asarray(array, device=q.device),
     )
     if out is None:

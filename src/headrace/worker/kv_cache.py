@@ -5,11 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from headrace.core.kv_layout import KVLayout
+from headrace.ops.kv_format import KV_FORMATS
 from headrace.ops.xp import Array
 
 
 class KVCache:
-    """Key and value pages float32 [num_blocks, block_size, kv_heads, head_dim], one pair per memory tensor."""
+    """Key and value pages [num_blocks, block_size, kv_heads, head_dim] in the layout's format, one pair per memory
+    tensor."""
 
     def __init__(self, layout: KVLayout):
         self.layout = layout
@@ -19,9 +21,8 @@ class KVCache:
         ((heads, dim),) = shapes
         shape = (layout.num_blocks, layout.block_size, heads, dim)
         # zeros, not empty: the pages come zeroed and lazily from the system, and masked lanes must hold finite numbers
-        self._pages = [
-            (np.zeros(shape, np.float32), np.zeros(shape, np.float32)) for _ in range(layout.num_tensors)
-        ]
+        kv_format = KV_FORMATS[layout.kv_format]
+        self._pages = [(kv_format.pages(shape), kv_format.pages(shape)) for _ in range(layout.num_tensors)]
         num_layers = sum(len(group.layers) for group in layout.groups)
         self._place = [layout.place(layer) for layer in range(num_layers)]
 

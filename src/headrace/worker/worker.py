@@ -36,7 +36,7 @@ class Worker:
         scheme = bind_cpu(config.num_threads, int16=config.mode == "default")
         self.model = build_model(spec, WeightSource(checkpoint), scheme)
         backend, self.attention_refusals = select_backend(
-            "cpu", "float32", self.model.attention_layers, layout.block_size, attention_backend
+            "cpu", layout.kv_format, self.model.attention_layers, layout.block_size, attention_backend
         )
         self.attention_backend = backend.name
         self._runner = ModelRunner(
