@@ -293,11 +293,13 @@ def clock_steps(model: Path, requests: int) -> Found:
 # -- many
 
 
-def short_requests(model: Path, count: int, at_once: int = 32) -> Found:
-    """`count` short requests against an engine that answers at once: streams, whole answers, refused ones, dropped
-    ones. After a fifth of them memory has what it needs, and then it stays."""
+def short_requests(model: Path, count: int, at_once: int = 32, real: bool = False, settled_after: int = 0) -> Found:
+    """`count` short requests against an engine that answers at once, or the real one: streams, whole answers, refused
+    ones, dropped ones. After `settled_after` of them (0: a fifth) memory has what it needs, and then it stays."""
+    settled_after = settled_after or count // 5
     options = ("--max-num-seqs", "64", "--served-model-name", "tiny", "--no-log-requests")
-    with Server(fake_command(model, *options), {"HEADRACE_CHECK": "0"}) as server:
+    command = serve_command if real else fake_command
+    with Server(command(model, *options), {"HEADRACE_CHECK": "0"}) as server:
         pid, engine = server.process.pid, server.engine_pid
         bodies = [
             request(TEXT, {"prompt": "hi", "max_tokens": 2, "ignore_eos": True}, close=False),
@@ -333,13 +335,13 @@ def short_requests(model: Path, count: int, at_once: int = 32) -> Found:
         seconds = time.monotonic() - started
         until(server.is_idle, 20)
         assert set(statuses) == {200, 400} and sum(statuses.values()) == count
-        settled = next(point for point in curve if point[0] >= count // 5)
+        settled = next(point for point in curve if point[0] >= settled_after)
         grown = [memory(pid) - settled[1], memory(engine) - settled[2]]
         assert max(grown) < 6, curve
         return {
             "requests": count, "a second": round(count / seconds, 1),
             "statuses": {str(status): number for status, number in statuses.items()},
-            "memory grown since a fifth of them, MiB": {"api": round(grown[0], 2), "engine": round(grown[1], 2)},
+            f"memory grown after {settled_after}, MiB": {"api": round(grown[0], 2), "engine": round(grown[1], 2)},
             "memory": [{"requests": n, "api MiB": a, "engine MiB": e} for n, a, e in curve],
         }  # fmt: skip
 

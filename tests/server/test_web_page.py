@@ -275,6 +275,7 @@ def test_an_api_key_is_asked_for(tiny_model, open_page):
         say(page, "hello", max_tokens="3")
         expect(page.locator(".figures")).to_contain_text("tokens")
         assert KEY not in page.evaluate("JSON.stringify({ ...localStorage })") and KEY not in page.content()
+        page.close()
         page.complaints[:] = [each for each in page.complaints if "401" not in each]
 
 
@@ -291,3 +292,19 @@ def test_the_death_of_the_engine_is_shown(tiny_model, open_page):
         expect(page.locator("#notice")).to_contain_text("cannot be reached")
         expect(page.locator("#status")).to_have_attribute("data-state", "gone")
         page.complaints[:] = [each for each in page.complaints if "ERR_CONNECTION" not in each and "503" not in each]
+
+
+def test_the_live_view_comes_back_with_the_engine(tiny_model, open_page):
+    options = ("--on-engine-death", "restart", "--served-model-name", "tiny")
+    with Server(serve_command(tiny_model, *options)) as server:
+        server.text(max_tokens=40, ignore_eos=True)
+        page = open_page(server, "live")
+        expect(page.locator("#verdict")).to_contain_text("latest 40 steps")
+        os.kill(server.engine_pid, signal.SIGKILL)
+        expect(page.locator("#live-error")).to_be_visible()
+        until(lambda: server.get("/ready").status == 200, 20)
+        server.text(max_tokens=7, ignore_eos=True)
+        expect(page.locator("#verdict")).to_contain_text("latest 7 steps", timeout=10_000)
+        expect(page.locator("#live-error")).to_be_hidden()
+        page.close()  # before its server goes
+        page.complaints[:] = [each for each in page.complaints if "503" not in each]
