@@ -198,6 +198,8 @@ def _params(given: Mapping[str, Any], chat: bool, defaults: SamplingParams) -> S
         near = next((name for name in changes if text.startswith(name)), None)
         if chat and near == "logprobs":  # a number in completions only
             text, near = f"top_{text}", "top_logprobs"
+        if near == "max_tokens" and "max_completion_tokens" in given:
+            text, near = text.replace("max_tokens", "max_completion_tokens", 1), "max_completion_tokens"
         raise BodyError(text, near) from None
 
 
