@@ -199,6 +199,11 @@ def test_calls_behind_the_reasoning(tokenizer, compiler):
     assert any(reasoning for _, reasoning, _ in found)
 
 
+def test_llama_makes_one_call_where_the_template_wants_it(tokenizer, compiler):
+    source = SOURCES["llama"] + "raise_exception('single tool-calls')"
+    assert all(len(calls) == 1 for _, _, calls in answers(tokenizer, compiler, source, tools("required"), count=8))
+
+
 def test_what_ends_an_answer(tokenizer):
     form = AnswerForm(SOURCES["harmony"], tokenizer)
     call = tokenizer.token_id("<|call|>")

@@ -265,6 +265,23 @@ def test_how_a_prompt_leaves_the_answer():
     assert THINK.beginning("<|assistant|>so", True) == Beginning.ANSWER
 
 
+@pytest.mark.parametrize(
+    ("form", "text", "name"),
+    [
+        (Hermes(), OPEN + '{"nam', ""),
+        (Llama(), '{"name": "f', ""),
+        (Mistral(), T + "f", ""),
+        (Mistral(), T + '[{"name"', ""),
+        (Hermes(), call("f", "{}") + "\n" + OPEN + '\n{"name', "f"),
+    ],
+)
+def test_forced_calls_cut_short_are_no_content(form, text, name):
+    forced = Tools(tools().definitions, ("f",), True)
+    content, _, calls = read(form.parser(forced, HIDDEN), text, 3)
+    assert not content.strip() and [each for each, _ in calls] == [name] * bool(name)
+    assert name or read(form.parser(tools(), frozenset()), text, 3)[0] == text
+
+
 def test_escapes_are_kept_as_they_were_written():  # X03
     arguments = '{"city":"\\u6771\\u4eac","note":"\\u00e9"}'
     for size in SIZES:

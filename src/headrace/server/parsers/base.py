@@ -185,6 +185,11 @@ class CallParser(AnswerParser):
         out.contents += [*self._blanks, text]
         self._blanks.clear()
 
+    def _show_unfinished(self, text: str, out: Pieces) -> None:
+        """The beginning of a call that the end of the text cut short: content, unless nothing but calls may be."""
+        if self._tools is None or not self._tools.forced:
+            self._show(text, out)
+
     def _shown(self, tag: str) -> str:
         """A tag as content."""
         return "" if tag in self._hidden else tag

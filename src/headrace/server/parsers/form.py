@@ -70,7 +70,7 @@ class AnswerForm:
         elif Hermes.matches(source):
             self.tools = Hermes()
         elif Llama.matches(source):
-            self.tools = Llama()
+            self.tools = Llama(source)
         self.thinking = Thinking.of(source) if self.harmony is None else None
         special = tokenizer.special_ids
         names: list[str] = list(self.tools.tags) if self.tools is not None else []

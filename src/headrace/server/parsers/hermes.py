@@ -61,7 +61,7 @@ class HermesParser(CallParser):
         if self._call.begun:
             self._stop()
         else:
-            self._show(self._shown(OPEN) + self._call.text, out)
+            self._show_unfinished(self._shown(OPEN) + self._call.text, out)
 
 
 class Hermes(ToolForm):

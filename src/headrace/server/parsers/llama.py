@@ -116,9 +116,9 @@ class LlamaParser(CallParser):
             if self._call.begun:
                 self._stop()
             else:
-                self._show(self._shown(self._tag) + self._call.text, out)
+                self._show_unfinished(self._shown(self._tag) + self._call.text, out)
         elif self._state == self._tagged:
-            self._show(self._shown(self._tag) + self._held, out)
+            self._show_unfinished(self._shown(self._tag) + self._held, out)
             self._held = ""
         elif self._state == self._in_code:
             self._end_code(out)
@@ -154,6 +154,9 @@ class Llama(ToolForm):
     tags = (TAG,)
     stops = ("<|eom_id|>", "<|eot_id|>")
 
+    def __init__(self, source: str = ""):
+        self._single = "single tool-call" in source  # the template refuses earlier turns with several
+
     @staticmethod
     def matches(source: str) -> bool:
         return TAG in source or ("<|start_header_id|>" in source and '"parameters": ' in source)
@@ -162,7 +165,7 @@ class Llama(ToolForm):
         return LlamaParser(tools, hidden)
 
     def calls(self, tools: Tools, tags: Tags) -> Lark:
-        more = ' ("; " call)*' if tools.parallel else ""
+        more = ' ("; " call)*' if tools.parallel and not self._single else ""
         return Lark("call" + more, f"call: {json_part(call_schema(tools, 'parameters'))}\n")
 
     def calls_or(self, rest: Lark, tools: Tools, tags: Tags) -> Lark:

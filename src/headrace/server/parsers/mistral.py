@@ -93,14 +93,14 @@ class MistralParser(CallParser):
 
     def _close(self, out: Pieces) -> None:
         if self._state == self._opened:
-            self._show(self._shown(TAG) + self._head, out)
+            self._show_unfinished(self._shown(TAG) + self._head, out)
         elif self._state == self._arguments:
             self._stop()
         elif self._state == self._in_list:
             if self._call.begun:
                 self._stop()
             else:
-                self._show(self._before + self._call.text, out)
+                self._show_unfinished(self._before + self._call.text, out)
 
     def _new_id(self) -> str:
         """The templates of these models refuse others."""
