@@ -44,6 +44,8 @@ def reasoning_tokens(job: Job, tokenizer: Tokenizer) -> int:
             parser = request.plan.parser()
             detokenizer = tokenizer.detokenizer(request.params.skip_special_tokens, request.kept)
             for token in choice.token_ids:
+                if not parser.may_think:
+                    break
                 before = parser.thinking
                 parser.feed(detokenizer.add([token]))
                 count += before or parser.thinking

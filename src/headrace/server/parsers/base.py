@@ -54,6 +54,7 @@ class AnswerParser(ABC):
 
     num_calls = 0
     thinking = False  # the text is inside reasoning now
+    may_think = True  # it is, or may come to be
 
     @abstractmethod
     def feed(self, text: str) -> Pieces:

@@ -107,6 +107,8 @@ class AnswerForm:
         try:
             lark = self._lark(params, plan)
             grammar = params.grammar if lark is None else lark.grammar()
+            if grammar is params.grammar and stops == params.stop_token_ids:
+                return params
             return params.with_(grammar=grammar, stop_token_ids=stops)
         except ValueError as error:
             param = "tools" if tools is not None else "response_format"

@@ -75,6 +75,10 @@ class ThinkingParser(AnswerParser):
     def num_calls(self) -> int:  # type: ignore[override]
         return self._inner.num_calls
 
+    @property
+    def may_think(self) -> bool:  # type: ignore[override]
+        return self.thinking or self._undecided
+
     def feed(self, text: str) -> Pieces:
         out = Pieces()
         text, self._held = self._held + text, ""
