@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -146,7 +147,8 @@ class GGUFCheckpoint(LoadedCheckpoint):
         info = self.file.info(self._stored_name(name))
         if info.type.name not in FORMATS or len(info.shape) != 2:
             return None
-        return StoredTensor(info.type.name, self.file.raw(info.name), self.row_order(name))
+        release = partial(self.file.release, info.name)
+        return StoredTensor(info.type.name, self.file.raw(info.name), self.row_order(name), release)
 
     def row_order(self, name: str) -> np.ndarray | None:
         """Stored rows in Hugging Face's order, int64 [rows]; None if they are in it.

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from headrace.loading import gguf_strings
 from headrace.loading.errors import CheckpointError
 from headrace.loading.gguf_types import (
     ARRAY,
@@ -110,6 +111,14 @@ class GGUFFile:
         data = np.frombuffer(self._map, np.uint8, info.num_bytes, info.offset)
         return data.reshape(info.num_rows, info.row_bytes)
 
+    def release(self, name: str) -> None:
+        """Let the tensor's pages of the file go from this process's memory; reading them again brings them back."""
+        info = self.info(name)
+        start = -(-info.offset // mmap.PAGESIZE) * mmap.PAGESIZE
+        length = info.offset + info.num_bytes - start
+        if length > 0 and hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED, start, length)
+
     def read(self, name: str) -> np.ndarray:
         """The tensor as float32 in `info(name).shape`, read-only where it is stored so; values must be finite."""
         info = self.info(name)
@@ -141,12 +150,7 @@ class GGUFFile:
         array = self._array(key)
         if array.type != STRING:
             raise self._error(f"key {key!r} must be an array of strings, not of {VALUE_NAMES[array.type]}")
-        out, pos, buf, unpack = [], array.offset, self._map, _U64.unpack_from
-        for _ in range(array.count):
-            start = pos + 8
-            pos = start + unpack(buf, pos)[0]
-            out.append(buf[start:pos].decode("utf-8", "replace"))
-        return out
+        return gguf_strings.read(self._map, array.offset, array.count)
 
     def numbers(self, key: str) -> np.ndarray:
         """An array of numbers, in the type it is stored in."""
@@ -259,11 +263,10 @@ class GGUFFile:
             raise self._error(f"key {key!r}: {count} elements are more than an array may have ({MAX_ARRAY})")
         start = pos = self._pos
         if kind == STRING:
-            buf, unpack = self._map, _U64.unpack_from
-            for _ in range(count):
-                pos += 8 + unpack(buf, pos)[0]
-            if pos > self.num_bytes:
-                raise self._error(f"key {key!r}: a string runs past the end of the file")
+            try:
+                pos = gguf_strings.skip(self._map, pos, count)
+            except struct.error:
+                raise self._error(f"key {key!r}: a string runs past the end of the file") from None
         else:
             pos += count * size
         self._pos = pos

@@ -33,6 +33,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "unpack_rows": (None, [_INT, _POINTER, _INT, _POINTER, _INT, _POINTER, _SIZE]),
     "linear": (None, [_POINTER, _INT, _INT, _POINTER, _SIZE, _INT, _POINTER, _POINTER, _SIZE, _INT]),
     "has_int16": (_INT, []),
+    "join_strings": (ctypes.c_int64, [_POINTER, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, _POINTER]),
     "gather_rows": (None, [_POINTER, _SIZE, _POINTER, _INT, _POINTER, _INT]),
     "replay": (None, [_POINTER, _INT]),
     "rms_norm": (

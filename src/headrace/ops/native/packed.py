@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -64,6 +64,7 @@ class StoredTensor:
     format: str  # one of FORMATS
     rows: np.ndarray  # uint8 [N, row bytes]; rows contiguous
     order: np.ndarray | None  # int64 [N]: row r of the matrix is row order[r] of `rows`; None: as they are
+    release: Callable[[], None] | None = None  # called when `rows` are not needed any more
 
 
 @dataclass(frozen=True)
@@ -167,6 +168,9 @@ def _pack_segment(parts: list[StoredTensor], in_size: int, arena: Arena) -> Segm
     order_at = None if order is None else address(order)
     if lib.pack(code, address(rows), rows.shape[1], order_at, outputs, in_size, address(data)):
         raise ValueError("holds values that are not finite")
+    for part in parts:
+        if part.release is not None:
+            part.release()
     return Segment(parts[0].format, outputs, data)
 
 
