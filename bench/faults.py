@@ -3,7 +3,7 @@
     .venv/bin/python bench/faults.py [--json bench/results/cpu/faults.json] [--case NAME ...]
 
 Each case ends with an AssertionError if anything is left over, has grown, or was answered wrong. The model is a tiny
-random one with its real engine; 100,000 short requests go to an engine that answers at once, 40,000 to the real one.
+random one with its real engine; 100,000 short requests go to an engine that answers at once, and to the real one.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def cases(model: Path, folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
         "clock steps": lambda: fault_cases.clock_steps(model, 300),
         "100,000 short requests": lambda: fault_cases.short_requests(model, 100_000),
         # the ledger keeps the latest 4,096 steps and bills, and the prefix cache fills, before it is flat
-        "40,000 short requests, real engine": lambda: fault_cases.short_requests(
-            model, 40_000, real=True, settled_after=20_000
+        "100,000 short requests, real engine": lambda: fault_cases.short_requests(
+            model, 100_000, real=True, settled_after=50_000
         ),
     }
 
