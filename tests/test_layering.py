@@ -40,7 +40,11 @@ LAYERS = {
     },
     "server": {"config", "core", "frontend", "loading", "models.spec", "sampling.params"},
     "bench": {"frontend", "sampling.params", "device", "ledger", "loading"},
-    "cli": {"bench", "server", "config", "frontend", "ledger", "loading", "models.registry", "sampling.params", "core"},
+    "doctor": {"attention", "device", "frontend", "ledger", "loading", "ops", "sampling.params"},
+    "cli": {
+        "bench", "doctor", "server", "config", "frontend", "ledger", "loading", "models.registry", "sampling.params",
+        "core",
+    },
 }  # fmt: skip
 
 

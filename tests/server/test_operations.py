@@ -76,7 +76,7 @@ def test_the_ledger(server):
     records = [strict(line) for line in reply.data.splitlines()]
     assert len(records) == 2 and records[0]["step_id"] + 1 == records[1]["step_id"]
     assert all(record["bound"] in ("host", "bandwidth", "compute") for record in records)
-    for query in ("last=0", "last=x", "last=100000"):
+    for query in ("last=0", "last=x", "last=100000", "last=", "last=%D9%A3", "last=+5"):
         assert server.get(f"/ledger?{query}").status == 400
 
 

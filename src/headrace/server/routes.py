@@ -170,8 +170,9 @@ def _step_id(line: bytes) -> int:
 
 def _count(exchange: Exchange, name: str, default: int) -> int:
     try:
-        values = parse_qs(exchange.query.decode("ascii"), max_num_fields=16).get(name, [])
-        count = int(values[-1]) if values else default
+        query = parse_qs(exchange.query.decode("ascii"), keep_blank_values=True, max_num_fields=16)
+        given = query.get(name, [str(default)])[-1]
+        count = int(given) if given.isascii() and given.isdigit() and len(given) < 10 else 0
     except ValueError:
         count = 0
     if not 1 <= count <= MAX_RECORDS:

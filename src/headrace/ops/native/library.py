@@ -27,6 +27,7 @@ _POINTER, _SIZE, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int,
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "abi": (_INT, []),
     "select_path": (ctypes.c_char_p, [ctypes.c_char_p]),
+    "path_state": (_INT, [ctypes.c_char_p]),
     "set_num_threads": (None, [_INT]),
     "panel_bytes": (ctypes.c_size_t, [_INT, _INT]),
     "pack": (_INT, [_INT, _POINTER, ctypes.c_size_t, _POINTER, _INT, _INT, _POINTER]),
@@ -143,6 +144,17 @@ def available_paths() -> list[str]:
             continue
     open_library(LIBRARY, current)
     return found
+
+
+PATH_STATES = ("not compiled", "compiled, but this processor cannot run it", "runs here")
+
+
+def path_states() -> dict[str, str]:
+    """Of each code path: one of PATH_STATES. Empty where there is no library."""
+    opened = _opened()
+    if isinstance(opened, NativeError):
+        return {}
+    return {path: PATH_STATES[opened.path_state(path.encode())] for path in PATHS}
 
 
 def address(array: np.ndarray) -> int:

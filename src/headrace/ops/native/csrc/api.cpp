@@ -193,6 +193,13 @@ EXPORT const char* headrace_select_path(const char* forced) {
   return kernels->name;
 }
 
+// 0: code path `name` was not compiled in; 1: it was, and this processor cannot run it; 2: it runs here.
+EXPORT int headrace_path_state(const char* name) {
+  if (!std::strcmp(name, "avx512")) return avx512_compiled() ? 1 + has_avx512() : 0;
+  if (!std::strcmp(name, "avx2")) return avx2_compiled() ? 1 + has_avx2() : 0;
+  return std::strcmp(name, "portable") ? 0 : 2;
+}
+
 EXPORT void headrace_set_num_threads(int count) { set_num_threads(count); }
 
 EXPORT size_t headrace_panel_bytes(int format, int k) { return panel_bytes(format, k); }

@@ -124,6 +124,9 @@ struct Kernels {
   void (*attention_merge)(const AttentionJob& job, const AttentionItem& item, int num_chunks, float* scratch);
 };
 
+// Whether a path was compiled in; its kernels() may be called only on a processor that can run them.
+bool avx2_compiled();
+bool avx512_compiled();
 const Kernels* portable_kernels();
 const Kernels* avx2_kernels();    // null where not compiled in
 const Kernels* avx512_kernels();  // null where not compiled in

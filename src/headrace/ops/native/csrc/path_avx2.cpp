@@ -4,8 +4,10 @@
 #define HEADRACE_VECTOR "vec_avx2.h"
 #define HEADRACE_HAS_DOT16
 #include "path.h"
+bool headrace::avx2_compiled() { return true; }
 const headrace::Kernels* headrace::avx2_kernels() { return avx2::kernels("avx2"); }
 #else
 #include "kernels.h"
+bool headrace::avx2_compiled() { return false; }
 const headrace::Kernels* headrace::avx2_kernels() { return nullptr; }
 #endif

@@ -5,8 +5,10 @@
 #define HEADRACE_VECTOR "vec_avx512.h"
 #define HEADRACE_HAS_DOT8
 #include "path.h"
+bool headrace::avx512_compiled() { return true; }
 const headrace::Kernels* headrace::avx512_kernels() { return avx512::kernels("avx512"); }
 #else
 #include "kernels.h"
+bool headrace::avx512_compiled() { return false; }
 const headrace::Kernels* headrace::avx512_kernels() { return nullptr; }
 #endif

@@ -1,0 +1,85 @@
+"""The doctor's report: what it says of this machine, of others, and of what is missing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from headrace.cli.main import main
+from headrace.doctor import gpu, processor
+from headrace.ops.native.library import PATH_STATES, available, available_paths, library, path_states
+from tiny import write_tiny_llama
+
+
+def test_features_are_read_from_cpuinfo() -> None:
+    x86 = "processor: 0\nmodel name : X\nflags\t\t: fpu avx2 fma\nprocessor: 1\nflags : other\n"
+    assert processor.features(x86) == {"fpu", "avx2", "fma"}
+    assert processor.features("Features : asimd bf16\n") == {"asimd", "bf16"}
+    assert processor.features("") == frozenset()
+
+
+@pytest.mark.skipif(not available(), reason="no native kernels")
+def test_paths_say_what_they_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = path_states()
+    assert [path for path, state in states.items() if state == PATH_STATES[2]] == available_paths()
+    monkeypatch.setattr(processor, "path_states", lambda: {"avx512": PATH_STATES[1], "portable": PATH_STATES[2]})
+    monkeypatch.setattr(processor, "_cpuinfo", lambda: "flags : avx512f avx512bw avx512dq amx_tile")
+    findings = dict(processor.kernels().findings)
+    assert findings["  avx512"].endswith("(it lacks avx512vl, avx512_vnni)")
+    assert findings["path"].startswith(library().path)
+    assert "no such path yet" in findings["  amx"]
+
+
+def test_one_core_and_a_forced_path() -> None:
+    """In a process of its own: affinity and environment belong to a process."""
+    path = "portable" if available() else ""
+    script = (
+        "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))});"
+        "from headrace.cli.main import main; raise SystemExit(main(['doctor', '--no-measure', '--json']))"
+    )
+    environment = {**os.environ, "HEADRACE_NATIVE_PATH": path}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    report = {section["title"]: section["findings"] for section in json.loads(done.stdout)}
+    assert report["Processor"]["threads"].startswith("1 ")
+    assert ", 1 by this process's affinity" in report["Processor"]["processors"]
+    if available():
+        assert report["Native CPU kernels"]["path"] == "portable, forced by HEADRACE_NATIVE_PATH"
+        assert report["Native CPU kernels"]["mode default"].startswith("float32")
+
+
+def test_without_kernels_it_says_why() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "headrace", "doctor", "--no-measure"],
+        env={**os.environ, "HEADRACE_NATIVE": "0"}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert "the numpy references run" in done.stdout
+    assert "! switched off by HEADRACE_NATIVE=0" in done.stdout
+    assert "native       refused: switched off" in done.stdout
+
+
+def test_a_gpu_that_cannot_be_used_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "maybe_present", lambda: False)
+    assert gpu.gpu().findings == [("used", "no: the system shows no NVIDIA GPU")]
+    monkeypatch.setattr(gpu, "maybe_present", lambda: True)
+    monkeypatch.setattr(gpu, "unavailable_reason", lambda: "torch is not installed; pip install it")
+    assert gpu.gpu().problems == ["torch is not installed; pip install it"]
+
+
+def test_decoding_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_tiny_llama(tmp_path)
+    assert main(["doctor", "--json", "-m", str(tmp_path)]) == 0
+    report = {section["title"]: section["findings"] for section in json.loads(capsys.readouterr().out)}
+    assert "GB/s with" in report["Measured rates"]["reading memory"]
+    assert report["Decoding, one request"]["speed"].endswith("steps)")
+
+
+def test_no_model_on_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from headrace.doctor.rates import decode
+
+    monkeypatch.setenv("HEADRACE_HOME", str(tmp_path))
+    assert decode(None).findings == [("measured", "no: no model is on disk (headrace pull fetches one)")]
