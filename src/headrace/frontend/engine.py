@@ -162,9 +162,11 @@ class Engine:
         add_special: bool = True,
         priority: int = 0,
         cache_salt: str | None = None,
+        live: bool = True,
     ) -> RequestOutput:
         """Queue a prompt (text or token ids); its output fills as the engine steps. RequestError if it cannot be
-        served, and then nothing is queued. Lower priorities are served first; prefixes are shared within a salt."""
+        served, and then nothing is queued. Lower priorities are served first; prefixes are shared within a salt. Not
+        `live`: its updates are not looked at, so the engine may tell of it only when it has ended."""
         if self._closed:
             raise RequestError("this engine has been closed; make a new one")
         params = params if params is not None else self.default_params
@@ -184,7 +186,7 @@ class Engine:
             self._core.abort(queued)
             raise
         for index, request in enumerate(prepared.requests[: params.num_choices]):
-            self._streams[request.id] = ChoiceStream(output, index, params, self.tokenizer)
+            self._streams[request.id] = ChoiceStream(output, index, params, self.tokenizer, live=live)
         return output
 
     def step(self) -> list[Update]:
@@ -213,6 +215,9 @@ class Engine:
         for news in news_list:
             stream = self._streams.get(news.request_id)
             if stream is None:  # ended by a stop string while this was in flight
+                continue
+            if stream.holds and news.finish_reason is None and news.prompt_logprobs is None:
+                stream.hold(news)
                 continue
             updates.extend(stream.add(news))
             if stream.choice.finish_reason is not None:

@@ -78,7 +78,7 @@ class LLM:
             for index, (prompt, one) in enumerate(zip(batch, each, strict=True)):
                 try:
                     with self._lock:
-                        outputs.append(self.engine.submit(prompt, one, add_special=add_special))
+                        outputs.append(self.engine.submit(prompt, one, add_special=add_special, live=False))
                 except RequestError as error:
                     if len(batch) == 1:
                         raise

@@ -77,8 +77,10 @@ class ChoiceStream:
         params: SamplingParams,
         tokenizer: Tokenizer,
         kept: frozenset[int] = frozenset(),
+        live: bool = True,
     ):
-        """`kept`: special tokens that are in the text whatever the parameters say."""
+        """`kept`: special tokens that are in the text whatever the parameters say. Not `live`: nobody looks before the
+        end, so text is made of all tokens at once then, unless a stop string has to be watched for."""
         self.output = output
         self.choice = output.outputs[index]
         self._params = params
@@ -87,6 +89,16 @@ class ChoiceStream:
         self._detokenizer = tokenizer.detokenizer(params.skip_special_tokens, kept)
         self._stops = StopStrings(params.stop)
         self._pending = ""  # text that may yet belong to a stop string
+        self._held: list[int] = []  # tokens of which no text has been made yet
+        self.holds = not live and not params.stop and params.logprobs is None and params.num_choices == params.n
+
+    def hold(self, news: TokenOutput) -> None:
+        """Take in a step's tokens, of which none is the last, and leave the text for later; where `holds`."""
+        choice = self.choice
+        if not choice.token_ids and choice.index == 0:
+            self.output.num_cached_tokens = news.num_cached
+        choice.token_ids.extend(news.token_ids)
+        self._held.extend(news.token_ids)
 
     def add(self, news: TokenOutput) -> list[Update]:
         """Take in a step's tokens and return what can be shown: this choice's update, or with best_of above n nothing
@@ -111,6 +123,9 @@ class ChoiceStream:
             choice.score = news.score
         if not choice.token_ids and choice.index == 0:
             self.output.num_cached_tokens = news.num_cached
+        if self._held:
+            shown = self._take(self._detokenizer.add(self._held))
+            self._held = []
         for position, token in enumerate(news.token_ids):
             taken.append(token)
             choice.token_ids.append(token)
