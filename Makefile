@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 NATIVE := $(wildcard src/headrace/ops/native/csrc/*)  # compiled when the package is installed
 
-.PHONY: demo test test-slow check clean
+.PHONY: demo test test-slow test-gpu check clean
 
 demo: .venv/runtime  ## install, fetch the default model, answer a question
 	$(BIN)/headrace run "Explain in three sentences why the sky is blue." --temperature 0.2 --top-p 0.9 --seed 1 --max-tokens 120
@@ -13,6 +13,9 @@ test: .venv/tests check  ## the linters and every fast test
 
 test-slow: .venv/tests  ## what takes longer: the real model against its oracle, long random schedules
 	$(BIN)/pytest -m slow
+
+test-gpu: .venv/tests  ## Triton kernels and the engine on a GPU; without one, in Triton's interpreter
+	$(BIN)/pytest tests/gpu -m "slow or not slow"
 
 check: .venv/tests
 	$(BIN)/ruff check src tests bench

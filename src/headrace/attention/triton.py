@@ -18,7 +18,12 @@ from headrace.ops.triton.attention import (
     prefill_attention,
 )
 from headrace.ops.triton.rotate import HeadShape, rotate_and_write
+from headrace.ops.triton.runtime import INTERPRETED
 from headrace.ops.xp import Array
+
+
+NEVER = 2**31 - 1
+ALONE_FROM = 768  # tokens of a prompt without a prefix from which the library's attention is faster, copies included
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,7 @@ class TritonMeta:
     slots: torch.Tensor  # int32 [T]
     num_decodes: int
     tiles: tuple[torch.Tensor, torch.Tensor] | None  # of the other spans, as prefill_attention takes them
+    alone: tuple[tuple[int, int], ...]  # tokens from .. to of long spans that see nothing but themselves
     space: DecodeSpace
 
 
@@ -52,6 +58,13 @@ class TritonAttention:
         ]
         self._num_heads = num_heads
 
+    @staticmethod
+    def alone_from(layers: list[LayerAttention], dtype: torch.dtype) -> int:
+        """Tokens from which a prompt without a prefix is left to the library's attention; beyond reason where that
+        lacks what the layers need."""
+        plain = all(layer.window is None and layer.soft_cap is None and layer.sinks is None for layer in layers)
+        return ALONE_FROM if plain and dtype != torch.float32 and not INTERPRETED else NEVER
+
     def plan(self, batch: Any, group: int, spec: KVGroup) -> TritonMeta:
         """Metadata of a DeviceBatch; cuts the contexts of its one-token spans into items."""
         spans, decodes = batch.spans, batch.num_decodes
@@ -61,8 +74,8 @@ class TritonAttention:
         if decodes:
             shape = HeadShape(self._num_heads, spec.num_kv_heads, spec.head_dim)
             first = replace(paged, rows=spans.rows[:decodes])
-            plan_items(first, spans.query_lens, shape, spec.window or 0, self._spaces[group])
-        return TritonMeta(paged, spans.slots[group], decodes, batch.tiles, self._spaces[group])
+            plan_items(first, shape, spec.window or 0, self._spaces[group])
+        return TritonMeta(paged, spans.slots[group], decodes, batch.tiles, batch.alone, self._spaces[group])
 
     def run(
         self, q: Array, k: Array, v: Array, cache: tuple[Array, Array], meta: TritonMeta, layer: LayerAttention
@@ -84,7 +97,9 @@ class TritonAttention:
         """Attention output [T, heads * D] of an unrotated qkv [T, q | k | v] or [parts, T, ...]; `norms`: scales of q
         and k heads, epsilon."""
         shape = HeadShape(layer.num_heads, layer.num_kv_heads, layer.head_dim)
-        q = rotate_and_write(qkv, shape, *angles, cache, meta.slots, norms)
+        tokens, kv_size = meta.slots.shape[0], layer.num_kv_heads * layer.head_dim
+        keys = qkv.new_empty((tokens, kv_size), dtype=cache[0].dtype) if meta.alone else None
+        q = rotate_and_write(qkv, shape, *angles, cache, meta.slots, norms, keys)
         scores = Scores(layer.scale, layer.soft_cap, layer.window or 0, layer.sinks)
         out = torch.empty_like(q)
         if meta.num_decodes:
@@ -92,7 +107,27 @@ class TritonAttention:
             decode_attention(q, cache, first, shape, scores, meta.space, 1, out)
         if meta.tiles is not None:
             prefill_attention(q, cache, meta.paged, meta.tiles, shape, scores, out)
+        if keys is not None:
+            values = qkv[:, -kv_size:]
+            for start, end in meta.alone:
+                self._attend_alone(q[start:end], keys[start:end], values[start:end], layer, out[start:end])
         return out
+
+    @staticmethod
+    def _attend_alone(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: LayerAttention, out: torch.Tensor
+    ) -> None:
+        """A prompt without a prefix, by the library (cuDNN on Hopper, as torch chooses)."""
+        heads, kv_heads, dim = layer.num_heads, layer.num_kv_heads, layer.head_dim
+        mixed = torch.nn.functional.scaled_dot_product_attention(
+            q.view(-1, heads, dim).transpose(0, 1)[None],
+            k.view(-1, kv_heads, dim).transpose(0, 1)[None],
+            v.reshape(-1, kv_heads, dim).transpose(0, 1)[None],
+            is_causal=True,
+            scale=layer.scale,
+            enable_gqa=heads != kv_heads,
+        )
+        out.view(-1, heads, dim).copy_(mixed[0].transpose(0, 1))
 
 
 class StepAttention:

@@ -30,6 +30,7 @@ class DeviceBatch:
     num_decodes: int  # the same with padding
     tiles: tuple[torch.Tensor, torch.Tensor] | None  # of the other spans
     longest: int  # tokens of the longest span
+    alone: tuple[tuple[int, int], ...] = ()  # tokens from .. to of spans that the library's attention serves
 
 
 class _Layout:
@@ -56,9 +57,13 @@ class _Layout:
 class DeviceBatchBuilder:
     """Owns the buffers of steps of up to `max_rows` spans and `max_tokens` tokens."""
 
-    def __init__(self, table: DeviceTable, max_rows: int, max_tokens: int, tile: int, device: torch.device):
+    def __init__(
+        self, table: DeviceTable, max_rows: int, max_tokens: int, tile: int, alone_from: int, device: torch.device
+    ):
+        """`tile`: queries of a tile of prefill; spans of `alone_from` tokens and more without a prefix have none."""
         self._table = table
         self._tile = tile
+        self._alone_from = alone_from
         self._device = device
         pinned = device.type == "cuda"
         layout = _Layout(max_rows, max_rows + -(-max_tokens // tile))
@@ -76,7 +81,7 @@ class DeviceBatchBuilder:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
         self._token_ids, self._positions, self._slots = zeros(max_tokens), zeros(max_tokens), zeros(groups, max_tokens)
-        self._seq_lens, self._query_lens = zeros(max_rows), zeros(max_rows)
+        self._seq_lens = zeros(max_rows)
         self._block_tables = tuple(table.view.block_table(group) for group in range(groups))
 
     def _part(self, name: str, count: int) -> torch.Tensor:
@@ -98,7 +103,6 @@ class DeviceBatchBuilder:
             token_ids=self._token_ids[:num_tokens],
             positions=self._positions[:num_tokens],
             seq_lens=self._seq_lens[:num_rows],
-            query_lens=self._query_lens[:num_rows],
             slots=self._slots[:, :num_tokens],
         )
 
@@ -136,7 +140,9 @@ class DeviceBatchBuilder:
         words[at["line_of"] : at["line_of"] + count] = np.where(drawn, line_of, -1)
         words[at["span_of"] : at["span_of"] + len(yielding)] = yielding
         words[at["logit_index"] : at["logit_index"] + len(yielding)] = starts[yielding + 1] - 1
-        tiles = [(span, first) for span in range(decodes, count) for first in range(0, int(lengths[span]), self._tile)]
+        alone = (lengths >= self._alone_from) & (plan.starts == 0)
+        tiled = [span for span in range(decodes, count) if not alone[span]]
+        tiles = [(span, first) for span in tiled for first in range(0, int(lengths[span]), self._tile)]
         if tiles:
             spans_of, firsts = np.array(tiles, np.int32).T
             words[at["tile_span"] : at["tile_span"] + len(tiles)] = spans_of
@@ -151,6 +157,7 @@ class DeviceBatchBuilder:
             num_decodes=decodes,
             tiles=(self._part("tile_span", len(tiles)), self._part("tile_first", len(tiles))) if tiles else None,
             longest=int(lengths.max()),
+            alone=tuple((int(starts[span]), int(starts[span + 1])) for span in np.flatnonzero(alone)),
         )
 
     def _upload(self, words: np.ndarray) -> None:

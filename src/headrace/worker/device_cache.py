@@ -12,6 +12,7 @@ class DeviceKVCache:
 
     def __init__(self, layout: KVLayout, dtype: torch.dtype, device: torch.device):
         self.layout = layout
+        self.dtype = dtype
         shapes = {(group.num_kv_heads, group.head_dim) for group in layout.groups}
         if len(shapes) != 1:
             raise ValueError(f"layer groups with different key/value shapes {sorted(shapes)} cannot share one pool yet")

@@ -99,7 +99,8 @@ class DeviceRunner:
         max_rows = table.view.max_rows
         layer = self._layers[0]
         tile = prefill_tile(HeadShape(layer.num_heads, layer.num_kv_heads, layer.head_dim))
-        self._builder = DeviceBatchBuilder(table, max_rows, max_tokens, tile, device)
+        alone_from = backend.alone_from(self._layers, cache.dtype)
+        self._builder = DeviceBatchBuilder(table, max_rows, max_tokens, tile, alone_from, device)
         self._drawn = torch.zeros(max_rows, dtype=torch.int32, device=device)
         on_gpu = device.type == "cuda"
         self._slots = [
@@ -149,6 +150,11 @@ class DeviceRunner:
         if hidden is None or not hosted.any():
             return pending
         return FinishedStep(self._finish_on_host(plan, hosted, hidden, pending))
+
+    def close(self) -> None:
+        """Give the graphs, the cache and the model back, whoever still holds this runner."""
+        self.launcher.clear()
+        del self._model, self._cache, self._backend, self._logits
 
     def _flush_patches(self) -> None:
         if (patches := self._builder.take_patches()) is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import numpy as np
 import torch
 
@@ -45,7 +47,7 @@ class DeviceWorker:
         scheme = bind_cuda(device, dtype)
 
         def place(array: np.ndarray) -> torch.Tensor:
-            return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+            return torch.from_numpy(np.array(array)).to(device)
 
         with torch.inference_mode():
             self.model = build_model(spec, WeightSource(checkpoint, place), scheme)
@@ -72,7 +74,9 @@ class DeviceWorker:
 
     def stop(self) -> None:
         """Let go of the model, the cache and the graphs."""
+        self._runner.close()
         del self._runner, self.model
+        gc.collect()  # graphs and the runner know each other
         if torch.cuda.is_available():
             torch.cuda.synchronize()
             torch.cuda.empty_cache()

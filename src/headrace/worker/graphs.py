@@ -64,6 +64,11 @@ class GraphLauncher:
                 if size <= AT_START:
                     self._capture(GraphKey(size, False, False))
 
+    def clear(self) -> None:
+        """Forget every graph."""
+        self._graphs.clear()
+        self.enabled = False
+
     def wants_capture(self, key: GraphKey) -> bool:
         """Whether a step under `key` is to be captured now: it came before and has no graph."""
         if not self.enabled or key in self._graphs:

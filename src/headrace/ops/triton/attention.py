@@ -18,8 +18,10 @@ import triton.language as tl
 from headrace.ops.triton.rotate import HeadShape
 from headrace.ops.triton.runtime import INTERPRETED, launch_options, num_processors, power_of_two
 
-POSITIONS = 64  # keys that a program takes at a time
-LOG2E = 1.4426950408889634
+_SHARED = 200 << 10  # bytes of shared memory that a program may fill with keys and values
+PREFILL_STEP = 64  # keys that a program of prefill takes at a time
+DECODE_STEP = 64 if INTERPRETED else 128  # of decode
+LEAST = 64 if INTERPRETED else 256  # keys of an item: cutting finer costs more in adding up than it saves
 
 
 @dataclass(frozen=True)
@@ -32,32 +34,56 @@ class Scores:
     sinks: torch.Tensor | None = None  # float32 [heads]
 
 
+# words of an item's record: its span's row, first query, number of queries and keys; the item's first key and one past
+# its last; the first item of the span and how many those are, 0 where there is no item
+ITEM = 8
+
+
 @triton.jit
-def _plan_items(seq_lens, query_lens, num_rows, capacity, target, window, item_start, chunk_out, WIDTH: tl.constexpr,
-                STEP: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    row = tl.arange(0, WIDTH)
+def _plan_items(
+    seq_lens, query_start, rows, num_rows, target, least, window, items, counts,
+    WIDTH: tl.constexpr, STEP: tl.constexpr, ITEM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    span = tl.arange(0, WIDTH)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    count = tl.load(num_rows)
-    length = tl.load(seq_lens + row, mask=row < count, other=0)
+    mask = span < tl.load(num_rows)
+    length = tl.load(seq_lens + span, mask=mask, other=0)
+    start = tl.load(query_start + span, mask=mask, other=0)
+    queries = tl.load(query_start + span + 1, mask=mask, other=0) - start
+    row = tl.load(rows + span, mask=mask, other=0)
+    begin = tl.zeros((WIDTH,), tl.int32)
     if window > 0:
-        seen = window + tl.load(query_lens + row, mask=row < count, other=0) - 1 + STEP
-        length = tl.minimum(length, seen)
-    total = tl.sum(length, axis=0)
-    chunk = tl.maximum(tl.cdiv(tl.cdiv(total, target), STEP) * STEP, STEP)
-    items = tl.cdiv(length, chunk)
-    tl.store(item_start + 1 + row, tl.cumsum(items, axis=0), mask=row < capacity)
-    tl.store(item_start, 0)
-    tl.store(chunk_out, chunk)
+        begin = tl.maximum(length - queries - window + 1, 0) // STEP * STEP
+    seen = tl.where(mask, length - begin, 0)
+    total = tl.sum(seen, axis=0)
+    chunk = tl.maximum(tl.cdiv(tl.cdiv(total, target), STEP) * STEP, least)
+    number = tl.cdiv(seen, chunk)
+    after = tl.cumsum(number, axis=0)
+    before = after - number
+    most = tl.max(number, axis=0)
+    for index in tl.range(0, most):
+        first = begin + index * chunk
+        real = mask & (index < number)
+        record = items + (before + index) * ITEM
+        tl.store(record, row, mask=real)
+        tl.store(record + 1, start, mask=real)
+        tl.store(record + 2, queries, mask=real)
+        tl.store(record + 3, length, mask=real)
+        tl.store(record + 4, first, mask=real)
+        tl.store(record + 5, tl.minimum(first + chunk, length), mask=real)
+        tl.store(record + 6, before, mask=real)
+        tl.store(record + 7, number, mask=real)
+    tl.store(counts, tl.sum(number, axis=0))
 
 
 @triton.jit
 def _decode(
-    q, key_pages, value_pages, out, block_tables, rows, query_start, seq_lens, num_rows, item_start, chunk_in,
-    part_out, part_norm, arrived, sinks, table_stride, scale, cap, window,
+    q, key_pages, value_pages, out, block_tables, items, counts, part_out, part_norm, arrived, sinks,
+    table_stride, scale, cap, window,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
-    QUERIES: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr,
+    TILE: tl.constexpr, STEP: tl.constexpr, ITEM: tl.constexpr,
     CAP: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     item, head = tl.program_id(0), tl.program_id(1)
@@ -65,18 +91,18 @@ def _decode(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    count = tl.load(num_rows)
-    every = tl.arange(0, ROWS)
-    ends = tl.load(item_start + 1 + every, mask=every < count, other=2147483647)
-    span = tl.sum((ends <= item).to(tl.int32), axis=0)
-    if span < count:
-        first_item = tl.load(item_start + span)
-        num_items = tl.load(item_start + span + 1) - first_item
-        chunk = tl.load(chunk_in)
-        length = tl.load(seq_lens + span)
-        start = tl.load(query_start + span)
-        num_queries = tl.load(query_start + span + 1) - start
-        table = block_tables + tl.load(rows + span).to(tl.int64) * table_stride
+    record = items + item * ITEM
+    total = tl.load(counts)
+    row = tl.load(record)
+    start = tl.load(record + 1)
+    num_queries = tl.load(record + 2)
+    length = tl.load(record + 3)
+    first = tl.load(record + 4)
+    last = tl.load(record + 5)
+    first_item = tl.load(record + 6)
+    num_items = tl.load(record + 7)
+    if item < total:
+        table = block_tables + row.to(tl.int64) * table_stride
         lane = tl.arange(0, TILE)
         query, mate = lane // shared, lane % shared
         known = query < num_queries
@@ -86,11 +112,6 @@ def _decode(
         mask = known[:, None] & (index < DIM)[None, :]
         tile = tl.load(q + place, mask=mask, other=0.0)
         position = length - num_queries + query
-        begin = 0
-        if WINDOW:
-            begin = tl.maximum(length - num_queries - window + 1, 0) // STEP * STEP
-        first = begin + (item - first_item) * chunk
-        last = tl.minimum(first + chunk, length)
         best = tl.full((TILE,), float("-inf"), tl.float32)
         norm = tl.zeros((TILE,), tl.float32)
         sums = tl.zeros((TILE, WIDTH), tl.float32)
@@ -130,18 +151,18 @@ def _decode(
             tl.store(part_norm + (home + lane) * 2, best)
             tl.store(part_norm + (home + lane) * 2 + 1, norm)
             tl.debug_barrier()
-            order = tl.atomic_add(arrived + span * KV_HEADS + head, 1, sem="acq_rel")
+            order = tl.atomic_add(arrived + first_item * KV_HEADS + head, 1, sem="acq_rel")
             tl.debug_barrier()
             if order == num_items - 1:
-                tl.store(arrived + span * KV_HEADS + head, 0)
+                tl.store(arrived + first_item * KV_HEADS + head, 0)
                 best = tl.full((TILE,), float("-inf"), tl.float32)
-                for one in tl.range(0, num_items):
+                for one in tl.range(0, num_items, num_stages=4):
                     there = ((first_item + one).to(tl.int64) * KV_HEADS + head) * TILE + lane
                     best = tl.maximum(best, tl.load(part_norm + there * 2, cache_modifier=".cg"))
                 safe = tl.where(best == float("-inf"), 0.0, best)
                 norm = tl.zeros((TILE,), tl.float32)
                 sums = tl.zeros((TILE, WIDTH), tl.float32)
-                for one in tl.range(0, num_items):
+                for one in tl.range(0, num_items, num_stages=4):
                     there = ((first_item + one).to(tl.int64) * KV_HEADS + head) * TILE + lane
                     fade = tl.exp2(tl.load(part_norm + there * 2, cache_modifier=".cg") - safe)
                     norm += fade * tl.load(part_norm + there * 2 + 1, cache_modifier=".cg")
@@ -256,23 +277,24 @@ def target_items(shape: HeadShape) -> int:
 class DecodeSpace:
     """Memory of split decode attention for up to `max_rows` rows, shared by all layers."""
 
-    item_start: torch.Tensor  # int32 [max_rows + 1]
-    chunk: torch.Tensor  # int32 [1]
+    items: torch.Tensor  # int32 [max items, ITEM]
+    counts: torch.Tensor  # int32 [1]  items there are
     outputs: torch.Tensor  # float32 [max items * kv heads * TILE * WIDTH]
     norms: torch.Tensor  # float32 [max items * kv heads * TILE * 2]
-    arrived: torch.Tensor  # int32 [max_rows * kv heads], zero between launches
+    arrived: torch.Tensor  # int32 [max items * kv heads], zero between launches
 
     @classmethod
     def create(cls, max_rows: int, shape: HeadShape, device: torch.device, max_queries: int = 1) -> DecodeSpace:
         tile = power_of_two(max_queries * shape.num_heads // shape.num_kv_heads, 16)
-        homes = (max_rows + target_items(shape)) * shape.num_kv_heads * tile
+        most = max_rows + target_items(shape)
+        homes = most * shape.num_kv_heads * tile
         width = power_of_two(shape.head_dim, 16)
         return cls(
-            torch.zeros(max_rows + 1, dtype=torch.int32, device=device),
+            torch.zeros(most * ITEM, dtype=torch.int32, device=device),
             torch.zeros(1, dtype=torch.int32, device=device),
             torch.empty(homes * width, dtype=torch.float32, device=device),
             torch.empty(homes * 2, dtype=torch.float32, device=device),
-            torch.zeros(max_rows * shape.num_kv_heads, dtype=torch.int32, device=device),
+            torch.zeros(most * shape.num_kv_heads, dtype=torch.int32, device=device),
         )
 
 
@@ -287,12 +309,13 @@ class PagedRows:
     num_rows: torch.Tensor  # int32 [1]  those that are not padding
 
 
-def plan_items(paged: PagedRows, query_lens: torch.Tensor, shape: HeadShape, window: int, space: DecodeSpace) -> None:
-    """Cut the contexts of `paged` into items; once a step and layer group. query_lens int32 [R]."""
+def plan_items(paged: PagedRows, shape: HeadShape, window: int, space: DecodeSpace) -> None:
+    """Cut the contexts of `paged` into items; once a step and layer group."""
     count = paged.rows.shape[0]
     _plan_items[(1,)](
-        paged.seq_lens, query_lens, paged.num_rows, count, target_items(shape), window, space.item_start, space.chunk,
-        WIDTH=power_of_two(count, 16), STEP=POSITIONS, **launch_options(num_warps=4),
+        paged.seq_lens, paged.query_start, paged.rows, paged.num_rows, target_items(shape), LEAST, window,
+        space.items, space.counts,
+        WIDTH=power_of_two(count, 16), STEP=DECODE_STEP, ITEM=ITEM, **launch_options(num_warps=4),
     )  # fmt: skip
 
 
@@ -310,17 +333,25 @@ def decode_attention(
     key_pages, value_pages = cache
     count = paged.rows.shape[0]
     grid = (count + target_items(shape), shape.num_kv_heads)
+    width = power_of_two(shape.head_dim, 16)
+    # few rows: one program a processor, that keeps much in flight; many: several that take turns
+    deep = shape.head_dim == 128 and count <= 64
+    step = DECODE_STEP if width * q.element_size() <= 256 else DECODE_STEP // 2
     _decode[grid](
-        q, key_pages, value_pages, out, paged.block_tables, paged.rows, paged.query_start, paged.seq_lens,
-        paged.num_rows, space.item_start, space.chunk, space.outputs, space.norms, space.arrived,
-        q if scores.sinks is None else scores.sinks, paged.block_tables.stride(0), scores.scale,
+        q, key_pages, value_pages, out, paged.block_tables, space.items, space.counts, space.outputs, space.norms,
+        space.arrived, q if scores.sinks is None else scores.sinks, paged.block_tables.stride(0), scores.scale,
         scores.soft_cap or 1.0, scores.window,
         HEADS=shape.num_heads, KV_HEADS=shape.num_kv_heads, DIM=shape.head_dim,
-        WIDTH=power_of_two(shape.head_dim, 16), PAGE=key_pages.shape[2], QUERIES=num_queries,
-        TILE=power_of_two(num_queries * shape.num_heads // shape.num_kv_heads, 16), STEP=POSITIONS,
-        ROWS=power_of_two(count, 16), CAP=scores.soft_cap is not None, WINDOW=scores.window > 0,
-        SINKS=scores.sinks is not None, **launch_options(num_warps=4, num_stages=3),
+        WIDTH=width, PAGE=key_pages.shape[2],
+        TILE=power_of_two(num_queries * shape.num_heads // shape.num_kv_heads, 16), STEP=step, ITEM=ITEM,
+        CAP=scores.soft_cap is not None, WINDOW=scores.window > 0, SINKS=scores.sinks is not None,
+        **launch_options(8 if deep else 4, _stages(3 if deep else 2, step, width, q)),
     )  # fmt: skip
+
+
+def _stages(wanted: int, step: int, width: int, q: torch.Tensor) -> int:
+    """Tiles of keys and values to be in flight: as many as wanted, if shared memory holds them."""
+    return max(1, min(wanted, _SHARED // (2 * step * width * q.element_size())))
 
 
 def prefill_tile(shape: HeadShape) -> int:
@@ -346,12 +377,14 @@ def prefill_attention(
     """Attention of spans of any length: q and out [T, heads * D]. `tiles`: the span of each tile and the first of its
     queries in the span, int32 [tiles]; a tile has `prefill_tile(shape)` queries."""
     key_pages, value_pages = cache
+    width = power_of_two(shape.head_dim, 16)
+    stages = _stages(2, PREFILL_STEP, 2 * width, q)  # the tile of queries takes as much again
     _prefill[(tiles[0].shape[0], shape.num_kv_heads)](
         q, key_pages, value_pages, out, paged.block_tables, paged.rows, paged.query_start, paged.seq_lens, *tiles,
         q if scores.sinks is None else scores.sinks, paged.block_tables.stride(0), scores.scale,
         scores.soft_cap or 1.0, scores.window,
         HEADS=shape.num_heads, KV_HEADS=shape.num_kv_heads, DIM=shape.head_dim,
-        WIDTH=power_of_two(shape.head_dim, 16), PAGE=key_pages.shape[2], TILE=_prefill_rows(shape), STEP=POSITIONS,
-        STAGES=2, CAP=scores.soft_cap is not None, WINDOW=scores.window > 0, SINKS=scores.sinks is not None,
-        **launch_options(num_warps=8 if shape.head_dim >= 64 else 4, num_stages=2),
+        WIDTH=width, PAGE=key_pages.shape[2], TILE=_prefill_rows(shape), STEP=PREFILL_STEP,
+        STAGES=stages, CAP=scores.soft_cap is not None, WINDOW=scores.window > 0, SINKS=scores.sinks is not None,
+        **launch_options(8 if shape.head_dim >= 64 else 4, stages),
     )  # fmt: skip

@@ -53,7 +53,7 @@ def _launch(
             x.stride(0) if parts > 1 else 0, whole.stride(0), whole.stride(1) if whole.ndim == 3 else 0,
             out.stride(0), out.stride(1) if out.ndim == 3 else 0, heads, size, eps,
             PARTS=parts, ADD=residual is not None, BLOCK=block,
-            **launch_options(num_warps=8 if block >= 2048 else 4 if block >= 512 else 1),
+            **launch_options(num_warps=4 if block >= 512 else 1),
         )  # fmt: skip
     return out
 

@@ -26,10 +26,10 @@ class HeadShape:
 
 @triton.jit
 def _rotate_and_write(
-    qkv, q_out, key_pages, value_pages, slots, cos, sin, q_weight, k_weight,
+    qkv, q_out, k_out, key_pages, value_pages, slots, cos, sin, q_weight, k_weight,
     part_stride, token_stride, half, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
-    PARTS: tl.constexpr, NORM: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
+    PARTS: tl.constexpr, NORM: tl.constexpr, KEEP: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * GROUP + tl.arange(0, GROUP)[:, None]
@@ -61,6 +61,9 @@ def _rotate_and_write(
     sine = tl.load(sin + angle, mask=turned, other=0.0)
     value = value * cosine + tl.where(index < half, -other, other) * sine
     tl.store(q_out + token * HEADS * DIM + head * DIM + index, value.to(q_out.dtype.element_ty), mask=mask & is_q)
+    if KEEP:
+        k_copy = k_out + token * KV_HEADS * DIM + (head - HEADS) * DIM + index
+        tl.store(k_copy, value.to(k_out.dtype.element_ty), mask=mask & is_k)
     slot = tl.load(slots + token).to(tl.int64)
     block, inside = slot // PAGE, slot % PAGE
     kept = mask & (slot >= 0)
@@ -78,10 +81,12 @@ def rotate_and_write(
     cache: tuple[torch.Tensor, torch.Tensor],
     slots: torch.Tensor,
     norms: tuple[torch.Tensor, torch.Tensor, float] | None = None,
+    keys: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Rotated q [T, heads * D] of qkv [T, q | k | v] (or [parts, T, ...], summed here), keys and values written.
 
     cos, sin float32 [T, R/2]; slots int32 [T], -1 where a token is padding; `norms`: scales [D] of q and k, epsilon.
+    `keys` [T, kv heads * D], if given, gets the rotated keys as well.
     """
     parts = qkv.shape[0] if qkv.ndim == 3 else 1
     tokens = qkv.shape[-2]
@@ -93,10 +98,10 @@ def rotate_and_write(
     group = 2 if tokens <= 64 else 8
     q_weight, k_weight, eps = norms or (cos, cos, 0.0)
     _rotate_and_write[(tokens, triton.cdiv(heads, group))](
-        qkv, q, key_pages, value_pages, slots, cos, sin, q_weight, k_weight,
+        qkv, q, q if keys is None else keys, key_pages, value_pages, slots, cos, sin, q_weight, k_weight,
         qkv.stride(0) if parts > 1 else 0, qkv.stride(-2), cos.shape[1], eps,
         HEADS=shape.num_heads, KV_HEADS=shape.num_kv_heads, DIM=shape.head_dim,
         WIDTH=power_of_two(shape.head_dim, 16), PAGE=key_pages.shape[2], PARTS=parts, NORM=norms is not None,
-        GROUP=group, **launch_options(num_warps=1 if group == 2 else 4),
+        KEEP=keys is not None, GROUP=group, **launch_options(num_warps=1 if group == 2 else 4),
     )  # fmt: skip
     return q

@@ -46,7 +46,7 @@ def patch(table: torch.Tensor, words: torch.Tensor, segments: torch.Tensor) -> N
 @triton.jit
 def _build(
     table, rows, query_start, num_rows, tokens_at, blocks_at, tokens_stride, blocks_stride, group_stride, num_groups,
-    token_ids, positions, seq_lens, query_lens, slots, slots_stride,
+    token_ids, positions, seq_lens, slots, slots_stride,
     RECORD: tl.constexpr, COMPUTED: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     span = tl.program_id(0)
@@ -60,7 +60,6 @@ def _build(
     computed = tl.load(table + row * RECORD + COMPUTED)
     if tl.program_id(1) == 0:
         tl.store(seq_lens + span, tl.where(real, computed + length, 0))
-        tl.store(query_lens + span, length)
     index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = index < length
     position = tl.where(real, computed + index, 0)
@@ -291,7 +290,6 @@ class StepSpans:
     token_ids: torch.Tensor  # int32 [T]
     positions: torch.Tensor  # int32 [T]
     seq_lens: torch.Tensor  # int32 [R]
-    query_lens: torch.Tensor  # int32 [R]
     slots: torch.Tensor  # int32 [G, T]  -1: padding
 
 
@@ -302,7 +300,7 @@ def build_inputs(view: TableView, spans: StepSpans, longest: int, block_size: in
     _build[grid](
         view.words, spans.rows, spans.query_start, spans.num_rows, view.tokens_at, view.blocks_at(0), view.max_len,
         view.max_blocks, view.max_rows * view.max_blocks, view.num_groups,
-        spans.token_ids, spans.positions, spans.seq_lens, spans.query_lens, spans.slots, spans.slots.stride(0),
+        spans.token_ids, spans.positions, spans.seq_lens, spans.slots, spans.slots.stride(0),
         RECORD=RECORD, COMPUTED=COMPUTED, PAGE=block_size, BLOCK=block, **launch_options(num_warps=1),
     )  # fmt: skip
 

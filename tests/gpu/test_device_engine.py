@@ -1,0 +1,77 @@
+"""The engine on a GPU's code against the engine on the CPU, float32 on both: the same tokens, whatever the options."""
+
+import pytest
+
+from headrace import LLM, SamplingParams
+from headrace.config import ConfigError
+from tiny import write_tiny_llama
+
+PROMPTS = [[5, 6, 7, 8, 9], [1, 2, 3], list(range(10, 60)), [9, 8, 7, 6, 5, 4, 3, 2, 1] * 3, [3]]
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=6, ignore_eos=True),
+    SamplingParams(temperature=1.0, seed=3, max_tokens=7, ignore_eos=True),
+    SamplingParams(temperature=0.8, top_k=20, top_p=0.9, seed=4, max_tokens=6, ignore_eos=True),
+    SamplingParams(temperature=0, max_tokens=5, repetition_penalty=1.3, logprobs=2, ignore_eos=True),
+    SamplingParams(temperature=0.7, n=2, seed=9, max_tokens=5, ignore_eos=True),
+]
+SMALL = {"max_model_len": 128, "max_num_batched_tokens": 32, "max_num_seqs": 8}
+
+
+def answers(model, params=PARAMS, prompts=PROMPTS, **options):
+    with LLM(str(model), **options) as llm:
+        outputs = llm.generate(prompts, params)
+        llm.engine.core.scheduler.check()
+    return [[choice.token_ids for choice in output.outputs] for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_tiny_llama(tmp_path_factory.mktemp("tiny"), window=20)
+
+
+def test_the_same_tokens_as_on_the_cpu(model, gpu_engine):
+    want = answers(model, device="cpu", mode="exact", **SMALL)
+    assert answers(model, device="cuda", mode="exact", kv_cache="1MiB", **SMALL) == want
+
+
+@pytest.mark.slow
+def test_a_model_without_a_window(tmp_path, gpu_engine):
+    model = write_tiny_llama(tmp_path)
+    want = answers(model, device="cpu", mode="exact", **SMALL)
+    assert answers(model, device="cuda", mode="exact", kv_cache="1MiB", **SMALL) == want
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_steps_in_flight_and_memory_pressure_change_nothing(model, gpu_engine, depth):
+    want = answers(model, device="cpu", mode="exact", **SMALL)
+    # 20 blocks of 16 tokens: rows are preempted and computed again
+    options = SMALL | {"kv_cache": 20 * 16 * 2 * 2 * 2 * 12 * 4, "max_model_len": 96}
+    assert answers(model, device="cuda", mode="exact", steps_in_flight=depth, **options) == want
+
+
+@pytest.mark.slow
+def test_two_byte_numbers_and_prompt_logprobs(model, gpu_engine):
+    params = SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=1, ignore_eos=True)
+    want = answers(model, params, device="cpu", mode="exact", **SMALL)
+    assert answers(model, params, device="cuda", dtype="float16", kv_cache="1MiB", **SMALL) == want
+
+
+@pytest.mark.slow
+def test_beams_and_bans(model, gpu_engine):
+    params = [
+        SamplingParams(temperature=0, beam_width=3, n=2, max_tokens=5),
+        SamplingParams(temperature=0, max_tokens=5, logit_bias={7: 5.0}, min_tokens=3),
+        SamplingParams(temperature=0, max_tokens=5, allowed_token_ids=[1, 2, 3, 4]),
+    ]
+    want = answers(model, params, PROMPTS[:3], device="cpu", mode="exact", **SMALL)
+    assert answers(model, params, PROMPTS[:3], device="cuda", mode="exact", kv_cache="1MiB", **SMALL) == want
+
+
+def test_what_gpus_cannot_do_yet_is_said(model, gpu_engine):
+    with pytest.raises(ConfigError, match="speculate does not run on GPUs"):
+        LLM(str(model), device="cuda", speculate="ngram")
+    with pytest.raises(ConfigError, match="exact mode computes in float32"):
+        LLM(str(model), device="cuda", mode="exact", dtype="bfloat16")
+    with pytest.raises(ConfigError, match="dtype float16 is for GPUs"):
+        LLM(str(model), device="cpu", dtype="float16")

@@ -1,0 +1,146 @@
+"""The request table on the GPU, step inputs, and tokens drawn there: those of the CPU engine's sampler."""
+
+import numpy as np
+import pytest
+import torch
+
+from headrace.core.plan import Admit, Fork, NewBlocks, StepPlan
+from headrace.ops.triton import step
+from headrace.sampling.params import SamplingParams
+from headrace.sampling.sampler import Sampler
+from headrace.sampling.state import SamplingBatch
+from headrace.worker.device_table import DeviceTable
+
+MAX_ROWS, MAX_LEN, PAGE, VOCAB = 8, 40, 16, 3000
+PARAMS = [
+    SamplingParams(temperature=0),
+    SamplingParams(temperature=0.7, seed=5),
+    SamplingParams(temperature=1.3, top_k=7, seed=9),
+    SamplingParams(temperature=0.9, top_p=0.8, seed=2**40 + 3),
+    SamplingParams(temperature=1.0, min_p=0.1, top_k=50, top_p=0.95, seed=1),
+    SamplingParams(temperature=1e-3, seed=3),
+]
+ROWS, KNOWN = [4, 0, 7, 2, 1, 6], [5, 9, 20, 1, 33, 16]
+
+
+def i32(values, device):
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def send(table, device):
+    taken = table.patches.take()
+    if taken is not None:
+        segments, words = taken
+        step.patch(table.view.words, torch.from_numpy(words).to(device), torch.from_numpy(segments).to(device))
+
+
+@pytest.fixture
+def table(device):
+    table = DeviceTable(MAX_ROWS, MAX_LEN, 2, PAGE, device)
+    rng = np.random.default_rng(0)
+    admits = [
+        Admit(
+            row,
+            str(row),
+            rng.integers(0, VOCAB, known).tolist(),
+            1,
+            known - 1,
+            params,
+            params.seed or 0,
+            row,
+            frozenset(),
+        )
+        for row, known, params in zip(ROWS, KNOWN, PARAMS, strict=True)
+    ]
+    blocks = [
+        NewBlocks(row, group, 0, [10 * row + 100 * group + index for index in range(3)])
+        for row in ROWS
+        for group in range(2)
+    ]
+    table.apply(StepPlan(0, admits=tuple(admits), new_blocks=tuple(blocks)))
+    send(table, device)
+    return table
+
+
+def spans_of(rows, padded, device):
+    zeros = [0] * padded
+    return step.StepSpans(
+        rows=i32(rows + [0] * (padded - len(rows)), device),
+        query_start=i32(list(range(padded + 1)), device),
+        num_rows=i32([len(rows)], device),
+        token_ids=i32(zeros, device),
+        positions=i32(zeros, device),
+        seq_lens=i32(zeros, device),
+        slots=i32([zeros, zeros], device),
+    )
+
+
+def test_patches_bring_rows_and_blocks(table):
+    for row, known in zip(ROWS, KNOWN, strict=True):
+        assert table.view.tokens()[row, :known].tolist() == table.host.token_ids[row, :known].tolist()
+        assert table.view.block_table(1)[row].tolist() == [10 * row + 100 + index for index in range(3)]
+
+
+def test_a_row_that_changes_hands_twice_in_a_plan_is_sent_as_it_ends_up(table, device):
+    plain = SamplingParams(temperature=0)
+    admits = [Admit(4, name, ids, 1, 0, plain, 0, 0, frozenset()) for name, ids in (("a", [1, 2, 3]), ("b", [7, 8]))]
+    blocks = [NewBlocks(4, 0, 0, [50, 51]), NewBlocks(4, 0, 0, [60])]
+    table.apply(StepPlan(1, admits=tuple(admits), new_blocks=tuple(blocks), forks=(Fork(0, 2, 77),)))
+    send(table, device)
+    assert table.view.tokens()[4, :2].tolist() == [7, 8] and int(table.view.records()[4, step.KNOWN]) == 2
+    assert table.view.block_table(0)[4, :2].tolist() == [60, 51]
+    assert table.view.tokens()[2, :9].tolist() == [*table.view.tokens()[0, :8].tolist(), 77]
+
+
+def test_inputs_of_a_padded_decode_step(table, device):
+    spans = spans_of(ROWS, 8, device)
+    step.build_inputs(table.view, spans, 1, PAGE)
+    assert spans.positions.tolist() == [known - 1 for known in KNOWN] + [0, 0]
+    assert spans.seq_lens.tolist() == [*KNOWN, 0, 0]
+    tokens = [int(table.host.token_ids[row, known - 1]) for row, known in zip(ROWS, KNOWN, strict=True)]
+    assert spans.token_ids.tolist()[:6] == tokens
+    slots = [(10 * r + 100 + (k - 1) // PAGE) * PAGE + (k - 1) % PAGE for r, k in zip(ROWS, KNOWN, strict=True)]
+    assert spans.slots[1].tolist() == [*slots, -1, -1]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_draws_are_those_of_the_sampler(table, device, seed):
+    spans, lines = spans_of(ROWS, 8, device), step.Lines(i32(list(range(8)), device), i32(list(range(8)), device))
+    generator = torch.Generator(device).manual_seed(seed)
+    for _ in range(2):
+        logits = torch.randn(8, VOCAB, device=device, generator=generator) * 3
+        known = table.view.records()[:, step.KNOWN].cpu().numpy().copy()
+        batch = SamplingBatch(
+            table.host.sampling, np.array(ROWS), known[ROWS].astype(np.int64), np.zeros((8, 1), np.int32)
+        )
+        want = Sampler().draw(logits[:6].cpu().numpy().copy(), batch)[0]
+        drawn = i32([-9] * 8, device)
+        step.draw_and_commit(table.view, spans, lines, logits, True, True, drawn)
+        assert drawn.tolist()[:6] == want.tolist() and drawn.tolist()[6:] == [-9, -9]
+        after = table.view.records()[:, step.KNOWN].cpu().numpy()
+        assert (after[ROWS] == known[ROWS] + 1).all()
+        for row, token in zip(ROWS, want.tolist(), strict=True):
+            assert int(table.view.tokens()[row, known[row]]) == token
+
+
+def test_a_span_that_yields_nothing_only_advances(table, device):
+    spans = spans_of(ROWS[:2], 2, device)
+    logits, drawn = torch.randn(1, VOCAB, device=device), i32([-9, -9], device)
+    before = table.view.records().clone()
+    lines = step.Lines(i32([1], device), i32([-1, 0], device))
+    step.draw_and_commit(table.view, spans, lines, logits, False, False, drawn)
+    after = table.view.records()
+    assert drawn.tolist() == [-9, int(logits[0].argmax())]
+    for row, known in ((ROWS[0], 0), (ROWS[1], 1)):
+        assert int(after[row, step.KNOWN] - before[row, step.KNOWN]) == known
+        assert int(after[row, step.COMPUTED] - before[row, step.COMPUTED]) == 1
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_damaged_logits_are_told(table, device, broken):
+    spans, lines = spans_of(ROWS, 6, device), step.Lines(i32(list(range(6)), device), i32(list(range(6)), device))
+    logits = torch.randn(6, VOCAB, device=device)
+    logits[2, 55] = broken
+    drawn = i32([-9] * 6, device)
+    step.draw_and_commit(table.view, spans, lines, logits, True, False, drawn)
+    assert drawn.tolist()[2] == -2 and drawn.tolist()[0] == int(logits[0].argmax())
