@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from headrace.ops.triton.runtime import launch_options, power_of_two
+from headrace.ops.triton.thresholds import find_thresholds
 
 # words of a row's record; temperature, top_p and min_p are float32 bits, seed and choice are 64-bit in two words
 KNOWN, COMPUTED, TEMPERATURE, TOP_K, TOP_P, MIN_P, SEED, CHOICE = 0, 1, 2, 3, 4, 5, 6, 8
@@ -127,67 +128,6 @@ def _chunk_best(
         winner = -2
     tl.store(values + line * num_chunks + piece, top)
     tl.store(tokens + line * num_chunks + piece, winner)
-
-
-@triton.jit
-def _thresholds(
-    logits, bounds, thresholds, vocab, table, rows, spans,
-    RECORD: tl.constexpr, TEMPERATURE: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    line = tl.program_id(0)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    record = table + tl.load(rows + tl.load(spans + line)).to(tl.int64) * RECORD
-    temperature = tl.load(record + TEMPERATURE).to(tl.float32, bitcast=True)
-    top_k = tl.load(record + TOP_K)
-    top_p = tl.load(record + TOP_P).to(tl.float32, bitcast=True)
-    min_p = tl.load(record + MIN_P).to(tl.float32, bitcast=True)
-    cut = float("-inf")
-    best = tl.load(bounds + line)
-    source = logits + line.to(tl.int64) * vocab
-    if temperature > 0.0:
-        # values v = (logit - best) / temperature are at most 0: the bits of -v, as an integer, order them
-        if (top_k > 0) & (top_k < vocab):
-            low, high = 0, 2139095040  # the k-th largest has bits in (low - 1, high]
-            while low < high:
-                middle = low + (high - low) // 2
-                count = tl.zeros((BLOCK,), tl.int32)
-                for at in tl.range(0, vocab, BLOCK):
-                    token = at + tl.arange(0, BLOCK)
-                    value = tl.load(source + token, mask=token < vocab, other=float("-inf"))
-                    bits = (tl.abs((value - best) / temperature)).to(tl.int32, bitcast=True)
-                    count += ((bits <= middle) & (token < vocab)).to(tl.int32)
-                if tl.sum(count, axis=0) >= top_k:
-                    high = middle
-                else:
-                    low = middle + 1
-            cut = -(tl.cast(low, tl.float32, bitcast=True))
-        if top_p < 1.0:
-            total = tl.zeros((BLOCK,), tl.float64)
-            for at in tl.range(0, vocab, BLOCK):
-                token = at + tl.arange(0, BLOCK)
-                value = (tl.load(source + token, mask=token < vocab, other=float("-inf")) - best) / temperature
-                total += tl.where(value >= cut, tl.exp(value), 0.0).to(tl.float64)
-            wanted = tl.sum(total, axis=0) * top_p.to(tl.float64)
-            low, high = 0, (tl.abs(cut)).to(tl.int32, bitcast=True)
-            while low < high:
-                middle = low + (high - low) // 2
-                bound = -(tl.cast(middle, tl.float32, bitcast=True))
-                mass = tl.zeros((BLOCK,), tl.float64)
-                for at in tl.range(0, vocab, BLOCK):
-                    token = at + tl.arange(0, BLOCK)
-                    value = (tl.load(source + token, mask=token < vocab, other=float("-inf")) - best) / temperature
-                    mass += tl.where(value >= bound, tl.exp(value), 0.0).to(tl.float64)
-                if tl.sum(mass, axis=0) >= wanted:
-                    high = middle
-                else:
-                    low = middle + 1
-            cut = -(tl.cast(low, tl.float32, bitcast=True))
-        if min_p > 0.0:
-            cut = tl.maximum(cut, tl.log(min_p))
-    tl.store(thresholds + line, cut)
 
 
 @triton.jit
@@ -342,11 +282,10 @@ def draw_and_commit(
         bounds = torch.empty(count, dtype=torch.float32, device=device)
         _best_of_chunks[(count,)](values[0], tokens[0], bounds, num_chunks, WIDTH=width, **launch_options(num_warps=1))
         if cut:
-            thresholds = torch.empty(count, dtype=torch.float32, device=device)
-            _thresholds[(count,)](
-                logits, bounds, thresholds, vocab, view.words, spans.rows, lines.span_of, **places,
-                TOP_K=TOP_K, TOP_P=TOP_P, MIN_P=MIN_P, BLOCK=4096, **launch_options(num_warps=8),
-            )  # fmt: skip
+            limits = (TOP_K, TOP_P, MIN_P)
+            thresholds = find_thresholds(
+                logits, bounds, view.words, spans.rows, lines.span_of, RECORD, TEMPERATURE, limits
+            )
         else:
             thresholds = torch.full((count,), float("-inf"), device=device)
         _chunk_best[grid](
