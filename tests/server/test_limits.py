@@ -47,6 +47,13 @@ def test_prefixes_are_shared_within_a_key_and_a_salt_only(guarded):
     assert cached("one", None) > 0 and cached("one", "") > 0 and cached("two", None) > 0 and cached("one", "s") > 0
 
 
+def test_bills_are_for_who_sent_the_request(guarded):
+    reply = guarded.ask("POST", TEXT, {"prompt": ["a", "b"], "max_tokens": 2, "n": 2}, bearer("one"))
+    path = f"/requests/{reply.json['id']}.1/bill"
+    assert guarded.ask("GET", path, headers=bearer("one")).json["output_tokens"] == 4
+    assert guarded.ask("GET", path, headers=bearer("two")).status == 404
+
+
 def test_origins(guarded):
     ask = {"origin": "https://a.example", "access-control-request-method": "POST"}
     reply = guarded.ask("OPTIONS", TEXT, headers={**ask, "access-control-request-headers": "authorization"})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, OrderedDict
 
 from headrace.server.errors import ApiError
 
@@ -46,6 +46,25 @@ class CallerLimit:
         self._alive[caller] -= count
         if self._alive[caller] <= 0:
             del self._alive[caller]
+
+
+class Owners:
+    """Whose request an id names, of the latest `most`."""
+
+    def __init__(self, most: int = 8192):
+        self._most = most
+        self._of: OrderedDict[str, str] = OrderedDict()
+
+    def note(self, request_id: str, caller: str | None) -> None:
+        if caller is not None:
+            self._of[request_id] = caller
+            if len(self._of) > self._most:
+                self._of.popitem(last=False)
+
+    def may_see(self, request_id: str, caller: str | None) -> bool:
+        """Without API keys (`caller` is None) everybody may; else only who sent it. Ids of a prompt (ID.1) or a choice
+        (ID/0) belong to their request."""
+        return caller is None or self._of.get(request_id.partition("/")[0].partition(".")[0]) == caller
 
 
 def check_first_token(backlog: float, objective: float | None, batch: bool) -> None:

@@ -117,7 +117,7 @@ class App:
             await RESPONSES.stored(service, exchange, match[1], caller)
         elif match := _BILL.fullmatch(path):
             _check_method(exchange, "GET")
-            await routes.bill(service, exchange, match[1])
+            await routes.bill(service, exchange, match[1], caller)
         else:
             raise ApiError(404, f"there is nothing at {path[:200]}", code="unknown_url")
 

@@ -180,8 +180,10 @@ def _count(exchange: Exchange, name: str, default: int) -> int:
     return count
 
 
-async def bill(service: Service, exchange: Exchange, request_id: str) -> None:
-    """Where a request's time went, by the id in its answer."""
+async def bill(service: Service, exchange: Exchange, request_id: str, caller: str | None) -> None:
+    """Where a request's time went, by the id in its answer; with API keys, to who sent it."""
+    if not service.owners.may_see(request_id, caller):
+        raise ApiError(404, f"no bill of request {request_id[:100]!r} is kept for this key", code="unknown_request")
     try:
         line = await service.client.ask("bill", request_id, seconds=ASK_SECONDS)
     except EngineGoneError as error:

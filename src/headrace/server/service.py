@@ -16,7 +16,7 @@ from headrace.frontend.engine_client import Death, EngineClient
 from headrace.frontend.engine_process import DEFAULT_FACTORY
 from headrace.frontend.input import InputProcessor
 from headrace.frontend.ipc import EngineInfo, Stats
-from headrace.server.admission import MOST_RETRY_AFTER, CallerLimit, check_first_token, retry_after
+from headrace.server.admission import MOST_RETRY_AFTER, CallerLimit, Owners, check_first_token, retry_after
 from headrace.server.errors import ApiError, bad_request, unavailable
 from headrace.server.job import Job, PromptTokens
 from headrace.server.metrics import Metrics
@@ -54,6 +54,7 @@ class Service:
         )
         self.responses = Store(args.max_stored)
         self._callers = CallerLimit(args.max_per_key)
+        self.owners = Owners()
         self._first_token = None if engine_args.ttft_slo is None else engine_args.ttft_slo / 1e3  # seconds
         self.draining = False
         self.deaths: asyncio.Queue[Death] = asyncio.Queue()  # for whoever runs the service
@@ -142,6 +143,7 @@ class Service:
         except BaseException:
             self._callers.give(request.caller, count)
             raise
+        self.owners.note(job_id, request.caller)
         self._jobs.add(job)
         self._idle.clear()
         return job
