@@ -173,7 +173,8 @@ def _form(given: Mapping[str, Any]) -> dict[str, Any]:
     if form is not None:
         if not isinstance(form, Mapping) or form.get("type") != "json_schema":
             raise bad_request(f"{name}: the format must be an object of type json_schema", name)
-        body["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": form.get("schema")}}
+        schema = {"name": "answer", "schema": form.get("schema")}
+        body["response_format"] = {"type": "json_schema", "json_schema": schema}
     if config.get("effort") is not None:
         body["reasoning_effort"] = {"max": "xhigh"}.get(str(config["effort"]), config["effort"])
     return body

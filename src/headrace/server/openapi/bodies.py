@@ -25,8 +25,8 @@ from headrace.server.openapi.parts import (
     record,
     string,
 )
-from headrace.server.protocol import EFFORTS, MAX_PROMPTS, MAX_SALT
 from headrace.server.parsers.tools import MAX_TOOLS
+from headrace.server.protocol import EFFORTS, MAX_PROMPTS, MAX_SALT
 
 _LARGE = 2**31 - 1
 _TOKEN = integer(0, MAX_TOKEN_ID)
@@ -54,6 +54,7 @@ _SAMPLING: dict[str, Schema] = {
     "min_tokens": integer(0, _LARGE),
 }
 _PLAIN_FORM = record({"type": one_of("text", "json_object")})
+_SCHEMA_FORM = record({"type": one_of("json_schema"), "json_schema": record({"schema": any_of(OBJECT, one_of(True))})})
 _MORE: dict[str, Schema] = {
     "n": integer(1, MAX_CHOICES),
     "stop": any_of(_STOP, listed(_STOP, most=MAX_STOPS)),
@@ -66,7 +67,7 @@ _MORE: dict[str, Schema] = {
     "length_penalty": number(-10, 10),
     "early_stopping": BOOLEAN,
     "return_tokens_as_token_ids": BOOLEAN,
-    "response_format": any_of(_PLAIN_FORM, record({"type": one_of("json_schema"), "json_schema": record({"schema": any_of(OBJECT, one_of(True))})})),
+    "response_format": any_of(_PLAIN_FORM, _SCHEMA_FORM),
     "structured_outputs": OBJECT,
     "guided_regex": string(1),
     "guided_choice": listed(string(1), least=1),
@@ -148,9 +149,7 @@ def responses(model: Schema) -> Schema:
         "top_logprobs": integer(0, MAX_LOGPROBS),
         "include": listed(STRING),
         "tools": listed(tool, most=MAX_TOOLS),
-        "tool_choice": any_of(
-            one_of("none", "auto", "required"), record({"type": one_of("function"), "name": STRING})
-        ),
+        "tool_choice": any_of(one_of("none", "auto", "required"), record({"type": one_of("function"), "name": STRING})),
         "parallel_tool_calls": BOOLEAN,
         "text": record({}, {"format": any_of(_PLAIN_FORM, schema_form)}),
         "reasoning": record({}, {"effort": one_of(*EFFORTS)}),
@@ -201,9 +200,7 @@ def messages(model: Schema, *, counting: bool = False) -> Schema:
 
 def tokenize(model: Schema) -> Schema:
     message = record({"role": STRING}, {"content": any_of(STRING, _text_parts("text"))})
-    text = record(
-        {"prompt": STRING}, {"model": model, "add_special_tokens": BOOLEAN, "return_token_strs": BOOLEAN}
-    )
+    text = record({"prompt": STRING}, {"model": model, "add_special_tokens": BOOLEAN, "return_token_strs": BOOLEAN})
     flags = ("add_generation_prompt", "continue_final_message", "return_token_strs")
     chats = record({"messages": listed(message, least=1)}, {"model": model, **dict.fromkeys(flags, BOOLEAN)})
     return any_of(text, chats)

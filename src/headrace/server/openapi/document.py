@@ -52,10 +52,21 @@ def document(names: tuple[str, ...], *, keys: bool) -> dict[str, Any]:
             "delete": _get("Forget it", answer({"id": STRING, "deleted": BOOLEAN}), path="response_id", missing=True),
         },
         "/v1/messages": {
-            "post": _post("Answer a chat, Anthropic's way", bodies.messages(model), _message(), events=True, error="AnthropicError")
+            "post": _post(
+                "Answer a chat, Anthropic's way",
+                bodies.messages(model),
+                _message(),
+                events=True,
+                error="AnthropicError",
+            )
         },
         "/v1/messages/count_tokens": {
-            "post": _post("Tokens of a prompt", bodies.messages(model, counting=True), answer({"input_tokens": COUNT}), error="AnthropicError")
+            "post": _post(
+                "Tokens of a prompt",
+                bodies.messages(model, counting=True),
+                answer({"input_tokens": COUNT}),
+                error="AnthropicError",
+            )
         },
         "/v1/models": {"get": _get("What is served", answer({"object": one_of("list"), "data": listed(model_object)}))},
         "/v1/models/{name}": {"get": _get("A model", model_object, path="name", missing=True)},
@@ -72,16 +83,20 @@ def document(names: tuple[str, ...], *, keys: bool) -> dict[str, Any]:
             "get": _get("Where a request's time went", OBJECT, path="request_id", missing=True)
         },
         PATH: {"get": _get("This document", OBJECT)},
-    }  # fmt: skip
+    }
     for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"):
         paths[path]["post"] |= generated
     components: dict[str, Any] = {"schemas": COMPONENTS}
     found: dict[str, Any] = {
         "openapi": "3.1.0",
-        "info": {"title": "Headrace", "version": __version__, "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"}},
+        "info": {
+            "title": "Headrace",
+            "version": __version__,
+            "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
+        },
         "paths": paths,
         "components": components,
-    }  # fmt: skip
+    }
     if keys:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         found["security"] = [{"key": []}]

@@ -79,7 +79,8 @@ def _text(value: Any) -> dict[str, Any]:
     if form is None:
         return {}
     if isinstance(form, Mapping) and form.get("type") == "json_schema":
-        return {"response_format": {"type": "json_schema", "json_schema": {k: v for k, v in form.items() if k != "type"}}}
+        schema = {name: each for name, each in form.items() if name != "type"}
+        return {"response_format": {"type": "json_schema", "json_schema": schema}}
     return {"response_format": form}
 
 
