@@ -25,11 +25,14 @@ def write_tiny_llama(
     special: tuple[str, ...] = (),
     eos: str = EOS,
     template: str = TEMPLATE,
+    hidden: int = 48,
+    inner: int = 80,
+    dim: int = 12,
 ) -> Path:
     """Random weights of std 0.15, so that logits differ clearly from token to token. `special`: more special tokens."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
-    hidden, inner, heads, kv_heads, dim = 48, 80, 4, 2, 12
+    heads, kv_heads = 4, 2
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {piece: index for index, piece in enumerate(alphabet)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))

@@ -58,6 +58,9 @@ class EngineArgs:
     max_num_seqs: int | None = option(None, "most requests running at once")
     max_num_batched_tokens: int | None = option(None, "most tokens in one step; longer prompts are cut into chunks")
     kv_cache: str | int | None = option(None, "size of the KV cache: bytes, 512MiB, 2GB, or 30% of free memory")
+    quantize: Literal["none", "q8", "q4"] = option(
+        "none", "quantise float weights while they are loaded, in groups of 32: q8 (8 bits) or q4 (4 bits)"
+    )
     block_size: int | None = option(None, "tokens in a block of KV cache")
     kv_dtype: Literal["auto", "fp32", "bf16", "int8"] = option(
         "auto", "numbers of the KV cache: fp32, bf16 (half the memory), int8 with a scale a vector (a quarter)"
@@ -123,6 +126,7 @@ class EngineArgs:
             ("dtype", ("auto", *DTYPES)),
             ("scheduling", ("fcfs", "priority")),
             ("kv_dtype", ("auto", "fp32", "bf16", "int8")),
+            ("quantize", ("none", "q8", "q4")),
             ("speculate", ("off", "ngram")),
         ):
             if getattr(self, name) not in allowed:
@@ -150,6 +154,7 @@ class EngineConfig:
     num_threads: int
     device: str = "cpu"
     dtype: str = "float32"
+    quantize: str = "none"
     graphs: bool = False
     ttft_slo: float | None = None  # seconds
     itl_slo: float | None = None  # seconds

@@ -138,6 +138,8 @@ def resolve(
             raise ConfigError(f"dtype {args.dtype} is for GPUs, and none is used; leave it out")
         device = _cpu(args, facts)
     else:
+        if args.quantize != "none":
+            raise ConfigError("quantize is for CPUs; leave it out or give device=cpu")
         if args.speculate != "off":
             raise ConfigError("speculate does not run on GPUs yet; leave it out or give device=cpu")
         dtype = args.dtype if args.dtype != "auto" else "float32" if args.mode == "exact" else "bfloat16"
@@ -227,7 +229,10 @@ def resolve(
     if args.speculate != "off":
         depth_reason = "as asked" if args.num_draft_tokens else "each step verifies what the cost model finds to pay"
         choices.append(Choice("num_draft_tokens", str(args.num_draft_tokens or f"up to {_MOST_DRAFTS}"), depth_reason))
+    if args.quantize != "none":
+        choices.append(Choice("quantize", args.quantize, "as asked"))
     config = EngineConfig(
+        quantize=args.quantize,
         mode=mode,
         max_model_len=max_len,
         max_num_seqs=seqs,

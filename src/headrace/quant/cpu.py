@@ -14,9 +14,10 @@ from headrace.quant.unquantized import Unquantized
 _told = False
 
 
-def bind_cpu(num_threads: int, int16: bool = False) -> QuantScheme:
+def bind_cpu(num_threads: int, int16: bool = False, quantize: str = "none") -> QuantScheme:
     """Bind the ops for this process and return the scheme that stores weights for them. With `int16`, quantised weights
-    are multiplied with 16-bit integers where the code path has such products.
+    are multiplied with 16-bit integers where the code path has such products. `quantize` (quant/online.py): ValueError
+    where there are no native kernels to read what it makes.
 
     Without the native library the engine runs on numpy, and that is said once, with the remedy.
     """
@@ -24,7 +25,9 @@ def bind_cpu(num_threads: int, int16: bool = False) -> QuantScheme:
     if available():
         library().set_num_threads(num_threads)
         bind_native()
-        return Packed(int16)
+        return Packed(int16, quantize)
+    if quantize != "none":
+        raise ValueError(f"quantize={quantize} needs the native kernels ({unavailable_reason()}); leave it out")
     bind_references()
     if not _told and os.environ.get("HEADRACE_NATIVE", "1") != "0":
         _told = True

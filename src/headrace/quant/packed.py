@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from headrace.layers.weights import WeightSource
-from headrace.ops.native.packed import Arena, PackedMatrix, pack, packed_linear
+from headrace.ops.native.packed import FLOATS, Arena, PackedMatrix, StoredTensor, pack, packed_linear
 from headrace.ops.xp import Array
 from headrace.quant.base import LinearMethod
+from headrace.quant.online import quantized
 
 
 class PackedLinear:
@@ -19,18 +20,31 @@ class PackedLinear:
 
     input_quant: str | None = None
 
-    def __init__(self, int16: bool = False) -> None:
+    def __init__(self, int16: bool = False, quantize: str = "none", arena: Arena | None = None) -> None:
+        """`quantize`: what becomes of weights that are stored as floats (quant/online.py)."""
         self._int16 = int16
-        self._arena = Arena()
+        self._quantize = quantize
+        self._arena = arena or Arena()
 
     def create(self, source: WeightSource, names: Sequence[str], shapes: Sequence[tuple[int, int]]) -> PackedMatrix:
-        parts = [source.take_stored(name, shape) for name, shape in zip(names, shapes, strict=True)]
         try:
+            parts = [self._stored(source, name, shape) for name, shape in zip(names, shapes, strict=True)]
             return pack(parts, shapes[0][1], self._arena, self._int16)
         except ValueError as error:
             for name, shape in zip(names, shapes, strict=True):
                 source.take(name, shape)  # the checkpoint's own reader names the file and the tensor at fault
             raise ValueError(f"{', '.join(names)}: {error}") from None
+
+    def _stored(self, source: WeightSource, name: str, shape: tuple[int, int]) -> StoredTensor:
+        if self._quantize == "none":
+            return source.take_stored(name, shape)
+        stored = source.take_stored(name, shape)
+        if stored.format not in FLOATS:
+            raise ValueError(f"is quantised already, as {stored.format}; leave out quantize")
+        made = quantized(stored.floats(), self._quantize)
+        if stored.release is not None:
+            stored.release()
+        return made
 
     def apply(self, weights: PackedMatrix, x: Array, bias: Array | None, out: Array | None = None) -> Array:
         return packed_linear(x, weights, bias, out=out)
@@ -47,8 +61,13 @@ class Packed:
 
     name = "packed"
 
-    def __init__(self, int16: bool = False) -> None:
-        self._method = PackedLinear(int16)
+    def __init__(self, int16: bool = False, quantize: str = "none") -> None:
+        arena = Arena()
+        self._method = PackedLinear(int16, quantize, arena)
+        self._vocabulary = self._method if quantize == "none" else PackedLinear(int16, "q8", arena)
+        self._plain = self._method if quantize == "none" else PackedLinear(int16, "none", arena)
 
     def linear(self, name: str) -> LinearMethod:
-        return self._method
+        if name.endswith((".gate", ".router")):  # of experts: small, and a wrong expert is worse than a rounded one
+            return self._plain
+        return self._vocabulary if name in ("model.embed_tokens", "lm_head") else self._method

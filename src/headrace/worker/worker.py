@@ -33,7 +33,7 @@ class Worker:
         grammars: GrammarCompiler | None = None,
     ):
         """Without `grammars` no request may have one."""
-        scheme = bind_cpu(config.num_threads, int16=config.mode == "default")
+        scheme = bind_cpu(config.num_threads, int16=config.mode == "default", quantize=config.quantize)
         self.model = build_model(spec, WeightSource(checkpoint), scheme)
         backend, self.attention_refusals = select_backend(
             "cpu", layout.kv_format, self.model.attention_layers, layout.block_size, attention_backend

@@ -22,6 +22,7 @@ from headrace.ops.xp import Array
 
 PANEL = 32
 FORMATS = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+FLOATS = FORMATS[:3]
 _ARENA_CHUNK = 1 << 28  # address space, not memory: pages are taken when they are written
 _HUGE_PAGE = 1 << 21
 
@@ -65,6 +66,15 @@ class StoredTensor:
     rows: np.ndarray  # uint8 [N, row bytes]; rows contiguous
     order: np.ndarray | None  # int64 [N]: row r of the matrix is row order[r] of `rows`; None: as they are
     release: Callable[[], None] | None = None  # called when `rows` are not needed any more
+
+    def floats(self) -> np.ndarray:
+        """float32 [N, K] of a matrix in one of FLOATS."""
+        rows = np.ascontiguousarray(self.rows)
+        if self.format == "BF16":
+            values = (rows.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+        else:
+            values = rows.view({"F16": np.float16, "F32": np.float32}[self.format]).astype(np.float32, copy=False)
+        return values if self.order is None else values[self.order]
 
 
 @dataclass(frozen=True)
