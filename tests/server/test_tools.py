@@ -52,7 +52,7 @@ def test_forced_calls(hermes, choice):
     events = hermes.chat(**fields, stream=True).events
     pieces = [each for event in events for each in event["choices"][0]["delta"].get("tool_calls", [])]
     (streamed,) = joined_calls(pieces)
-    assert streamed["function"] == one["function"] and len(pieces) > 2
+    assert streamed["function"] == one["function"] and len(pieces) >= 2  # what waits is merged
     assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
