@@ -108,6 +108,8 @@ async function poll(signal) {
 
 // -- drawing
 
+const whole = (value) => (Number.isInteger(value) ? String(value) : ""); // labels of counts
+
 function draw() {
   dirty = false;
   const timeline = byId("timeline");
@@ -115,7 +117,7 @@ function draw() {
   const chosen = shown.findIndex((record) => record.step_id === selected);
   bars(timeline, shown, (record) => [[record.total, record.bound]], seconds, chosen);
   bars(byId("batch"), shown, (record) => [[record.num_decode_tokens, "decode"], [record.num_prefill_tokens, "prefill"]],
-    (value) => String(Math.round(value)), chosen);
+    whole, chosen);
   timeline.setAttribute("aria-label", `Timeline of the latest ${shown.length} steps. ${verdict(shown)}`);
   byId("verdict").textContent = verdict(shown);
   if (pages.length) drawPages();
@@ -151,7 +153,6 @@ function drawPages() {
   const series = (name) => pages.map(([, each]) => single(each, name));
   const blocks = series("headrace_kv_blocks_held"), running = series("headrace_requests_running");
   const waiting = series("headrace_requests_waiting");
-  const whole = (value) => (value === Math.round(value) ? String(value) : "");
   lines(byId("kv"), [[blocks, "decode"]], Math.max(...blocks, 4), whole);
   lines(byId("queue"), [[running, "decode"], [waiting, "waiting"]], Math.max(...running, ...waiting, 4), whole);
   byId("kv-now").textContent = `${held} of ${total}`;
