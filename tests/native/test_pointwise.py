@@ -62,7 +62,7 @@ def test_rope(path: str, dim: int, half: int) -> None:
     np.testing.assert_array_equal(wide[:, 5 * dim :], before[:, 5 * dim :])
 
 
-@pytest.mark.parametrize("name", ["silu_mul", "gelu_tanh_mul", "gelu_mul"])
+@pytest.mark.parametrize("name", ["silu_mul", "gelu_tanh_mul", "gelu_mul", "swiglu_clamped_mul"])
 @pytest.mark.parametrize("half", [1, 5, 16, 33, 640])
 def test_activations(path: str, name: str, half: int) -> None:
     op = getattr(ops, name)
@@ -77,6 +77,20 @@ def test_activations(path: str, name: str, half: int) -> None:
     ends = np.concatenate([steep, np.ones_like(steep)])[None]
     with np.errstate(over="ignore", invalid="ignore"):
         np.testing.assert_allclose(op(ends), op.reference(ends), rtol=3e-6, atol=1e-30 if name == "silu_mul" else 1e-5)
+
+
+@pytest.mark.parametrize("size", [1, 16, 33, 640])
+def test_elementwise(path: str, size: int) -> None:
+    x, y = normal(300, size + 3)[:, 2 : 2 + size], normal(300, size, seed=1)
+    x[0], x[1, 0], x[2, 0] = 1e30, np.nan, -np.inf
+    np.testing.assert_array_equal(ops.scale(x, 0.1), ops.scale.reference(x, np.float32(0.1)))
+    np.testing.assert_array_equal(ops.add(x, y), ops.add.reference(x, y))
+    np.testing.assert_allclose(ops.soft_cap(x, 30.0), ops.soft_cap.reference(x, 30.0), rtol=0, atol=5e-6)
+    expected = ops.add.reference(x, y)
+    assert ops.add(y, x, out=y) is y
+    np.testing.assert_array_equal(y, expected)
+    np.testing.assert_array_equal(ops.scale(x[5:6], 3.0), ops.scale(x, 3.0)[5:6])
+    assert ops.scale(x[:0], 2.0).shape == (0, size)
 
 
 def test_damaged_tokens_stay_alone(path: str) -> None:

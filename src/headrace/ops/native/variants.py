@@ -14,7 +14,8 @@ from headrace.ops.native.library import address, library
 from headrace.ops.native.recording import current, empty, keep, unrecordable
 from headrace.ops.registry import Op, bind
 
-_SILU, _GELU_TANH, _GELU = range(3)
+_SILU, _GELU_TANH, _GELU, _SWIGLU_CLAMPED = range(4)
+_SCALE, _SOFT_CAP, _ADD = range(3)
 
 
 def bind_native() -> dict[str, str]:
@@ -149,3 +150,53 @@ def _gelu_tanh_mul(x: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
 @ops.gelu_mul.variant("native")
 def _gelu_mul(x: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
     return _gated(_GELU, ops.gelu_mul, x, out)
+
+
+@ops.swiglu_clamped_mul.variant("native")
+def _swiglu_clamped_mul(x: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+    return _gated(_SWIGLU_CLAMPED, ops.swiglu_clamped_mul, x, out)
+
+
+def _elementwise(kind: int, x: np.ndarray, y: np.ndarray | None, value: float, out: np.ndarray | None) -> np.ndarray:
+    if out is None:
+        out = empty(x.shape)
+    library().elementwise(
+        kind,
+        address(x),
+        x.strides[0] >> 2,
+        None if y is None else address(y),
+        0 if y is None else y.strides[0] >> 2,
+        float(value),
+        address(out),
+        out.strides[0] >> 2,
+        x.shape[0],
+        x.shape[1],
+    )
+    return out
+
+
+def _rows(out: np.ndarray | None, *arrays: Any) -> bool:
+    """Plain matrices of one shape, `out` too if it is given."""
+    given = arrays if out is None else (*arrays, out)
+    return _plain(*given) and all(array.ndim == 2 and array.shape == given[0].shape for array in given)
+
+
+@ops.scale.variant("native")
+def _scale(x: np.ndarray, factor: float, out: np.ndarray | None = None) -> np.ndarray:
+    if not _rows(out, x):
+        return _reference(ops.scale)(x, factor, out=out)
+    return _elementwise(_SCALE, x, None, factor, out)
+
+
+@ops.soft_cap.variant("native")
+def _soft_cap(x: np.ndarray, cap: float, out: np.ndarray | None = None) -> np.ndarray:
+    if not _rows(out, x):
+        return _reference(ops.soft_cap)(x, cap, out=out)
+    return _elementwise(_SOFT_CAP, x, None, cap, out)
+
+
+@ops.add.variant("native")
+def _add(x: np.ndarray, y: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+    if not _rows(out, x, y):
+        return _reference(ops.add)(x, y, out=out)
+    return _elementwise(_ADD, x, y, 0.0, out)

@@ -317,6 +317,16 @@ EXPORT void headrace_gated(int kind, const float* x, ptrdiff_t x_stride, float* 
   });
 }
 
+// Rows of `size` numbers, each by itself: x * value, value * tanh(x / value), or x + y (pointwise.h).
+EXPORT void headrace_elementwise(int kind, const float* x, ptrdiff_t x_stride, const float* y, ptrdiff_t y_stride,
+                                 float value, float* out, ptrdiff_t out_stride, int rows, int size) {
+  const int64_t work = static_cast<int64_t>(rows) * size * (kind == 1 ? 8 : 1);
+  ranges(rows, work, [&](int64_t first, int64_t last) {
+    for (int64_t t = first; t < last; ++t)
+      kernels->elementwise(kind, x + t * x_stride, y ? y + t * y_stride : nullptr, value, out + t * out_stride, size);
+  });
+}
+
 // Writes k and v [tokens, kv heads * dim] to their slots, then attends: out [tokens, heads * dim].
 EXPORT void headrace_attention(const AttentionJob* call, const float* k, ptrdiff_t k_stride, const float* v,
                                ptrdiff_t v_stride, const int32_t* slots, int tokens, int spans) {

@@ -22,3 +22,5 @@ EXPORT void headrace_gated(int kind, const float* x, ptrdiff_t x_stride, float* 
                            int half);
 EXPORT void headrace_attention(const headrace::AttentionJob* call, const float* k, ptrdiff_t k_stride, const float* v,
                                ptrdiff_t v_stride, const int32_t* slots, int tokens, int spans);
+EXPORT void headrace_elementwise(int kind, const float* x, ptrdiff_t x_stride, const float* y, ptrdiff_t y_stride,
+                                 float value, float* out, ptrdiff_t out_stride, int rows, int size);

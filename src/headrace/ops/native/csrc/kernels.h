@@ -116,7 +116,9 @@ struct Kernels {
   void (*quantize16)(const float* x, int k, int16_t* q, float* sums, float* scales);
   void (*rms_norm)(const float* x, float* residual, const float* weight, float* out, int size, float eps);
   void (*rope)(const float* x, const float* cos, const float* sin, float* out, int half, int dim);
-  void (*gated)(int kind, const float* x, float* out, int half);  // kind 0: silu, 1: gelu (tanh form), 2: gelu
+  // kind 0: silu, 1: gelu (tanh form), 2: gelu, 3: GPT-OSS's clamped one
+  void (*gated)(int kind, const float* x, float* out, int half);
+  void (*elementwise)(int kind, const float* x, const float* y, float value, float* out, int size);
   void (*attention)(const AttentionJob& job, const AttentionItem& item, float* scratch);
   size_t (*attention_scratch)(const AttentionJob& job);  // floats
   size_t (*attention_partial)(const AttentionJob& job, int count);  // floats, for `count` queries of a head

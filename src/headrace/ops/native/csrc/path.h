@@ -44,6 +44,7 @@ const Kernels* kernels(const char* name) {
   table.rms_norm = rms_norm;
   table.rope = rope;
   table.gated = gated;
+  table.elementwise = elementwise;
   table.attention = attention;
   table.attention_scratch = attention_scratch;
   table.attention_partial = attention_partial;

@@ -74,6 +74,13 @@ INLINE f gelu_tanh(f g) {
   return gate(g, twice, 88.0f);
 }
 
+// GPT-OSS's: (up + 1) * gate * sigmoid(1.702 gate), gate at most 7, up in -7 .. 7
+INLINE f swiglu_clamped(f g, f up) {
+  const f bound = set1(7.0f), below = sub(zero(), bound);
+  const f least = min(bound, g), inside = max(below, min(bound, up));  // NaN goes through: it is the second operand
+  return mul(gate(least, mul(set1(1.702f), least), 80.0f), add(inside, set1(1.0f)));
+}
+
 // out [half] = activation(x[0 .. half)) * x[half .. 2 half)
 static void gated(int kind, const float* x, float* out, int half) {
   if (kind == 2) {
@@ -84,6 +91,16 @@ static void gated(int kind, const float* x, float* out, int half) {
   for (int k = 0; k < half; k += W) {
     const int n = half - k;
     const f g = load_n(x + k, n), up = load_n(x + half + k, n);
-    store_n(out + k, mul(kind == 0 ? silu(g) : gelu_tanh(g), up), n);
+    store_n(out + k, kind == 3 ? swiglu_clamped(g, up) : mul(kind == 0 ? silu(g) : gelu_tanh(g), up), n);
+  }
+}
+
+// kind 0: out = x * value; 1: out = value * tanh(x / value); 2: out = x + y. `out` may be x or y.
+static void elementwise(int kind, const float* x, const float* y, float value, float* out, int size) {
+  const f v = set1(value);
+  for (int k = 0; k < size; k += W) {
+    const int n = size - k;
+    const f a = load_n(x + k, n);
+    store_n(out + k, kind == 0 ? mul(a, v) : kind == 1 ? mul(v, tanh(div(a, v))) : add(a, load_n(y + k, n)), n);
   }
 }

@@ -54,6 +54,10 @@ void make(const Call& call) {
       headrace_unpack_rows(whole(a[0]), at<uint8_t>(a[1]), whole(a[2]), at<int32_t>(a[3]), whole(a[4]), at<float>(a[5]),
                            a[6]);
       break;
+    case 8:
+      headrace_elementwise(whole(a[0]), at<float>(a[1]), a[2], at<float>(a[3]), a[4], real(a[5]), at<float>(a[6]), a[7],
+                           whole(a[8]), whole(a[9]));
+      break;
     case 7:
       headrace_gather_rows(at<float>(a[0]), a[1], at<int32_t>(a[2]), whole(a[3]), at<float>(a[4]), whole(a[5]));
       break;
