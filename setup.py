@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 SOURCES = Path("src/headrace/ops/native/csrc")
@@ -95,9 +96,16 @@ class BuildNative(build_ext):
         return [path for path in super().get_outputs() if os.path.exists(path)]
 
 
+class PlatformWheel(bdist_wheel):
+    """A wheel for any Python on this platform: the library knows nothing of Python's ABI."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
 if __name__ == "__main__":
     setup(
         # the sources are named so that they are part of a source distribution
         ext_modules=[Extension("headrace.ops.native.library_", [str(path) for path in sorted(SOURCES.glob("*.cpp"))])],
-        cmdclass={"build_ext": BuildNative},
+        cmdclass={"build_ext": BuildNative, "bdist_wheel": PlatformWheel},
     )

@@ -26,7 +26,17 @@ from headrace.ops.registry import all_ops
 CODES = {
     name: code
     for code, name in enumerate(
-        ("linear", "rms_norm", "add_rms_norm", "rope", "gated", "attention", "unpack_rows", "gather_rows", "elementwise")
+        (
+            "linear",
+            "rms_norm",
+            "add_rms_norm",
+            "rope",
+            "gated",
+            "attention",
+            "unpack_rows",
+            "gather_rows",
+            "elementwise",
+        )
     )
 }
 MAX_ARGUMENTS = 13
