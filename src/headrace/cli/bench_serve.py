@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import sys
@@ -59,6 +58,8 @@ def add_command(kinds: Any) -> None:
 
 
 def serve(arguments: argparse.Namespace) -> int:
+    import asyncio
+
     return asyncio.run(_serve(arguments))
 
 

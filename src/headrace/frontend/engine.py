@@ -8,7 +8,8 @@ from __future__ import annotations
 import itertools
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from headrace.autopilot.depth import AutoDepth
@@ -63,13 +64,20 @@ class Engine:
     def __init__(self, args: EngineArgs):
         self.checkpoint = open_checkpoint(resolve_model(args.model))
         self.spec = self.checkpoint.spec
-        self.tokenizer = self.checkpoint.tokenizer()
+        # the tokenizer is made in Python and weights are packed outside it: both at once
+        with ThreadPoolExecutor(1) as beside:
+            tokenizer = beside.submit(self.checkpoint.tokenizer)
+            self._load(args, lambda: tokenizer.result().to_json())
+            self.tokenizer = tokenizer.result()
         self.chat_template = ChatTemplate.of(self.tokenizer)
+        self._input = InputProcessor(self.tokenizer, self.spec, self.config.max_model_len, self.grammars)
+
+    def _load(self, args: EngineArgs, tokenizer_json: Callable[[], str]) -> None:
+        """The configuration, the model and the loop: what needs no tokenizer yet."""
         gpu = choose_gpu(args.device)
         num_weights = sum(math.prod(self.checkpoint.shape(name)) for name in self.checkpoint.names()) if gpu else 0
         self.config, layout, self.choices = resolve(args, self.spec, cpu_facts(), gpu, num_weights)
-        self.grammars = GrammarCompiler(self.tokenizer.to_json, self.spec.vocab_size, self.spec.eos_token_ids)
-        self._input = InputProcessor(self.tokenizer, self.spec, self.config.max_model_len, self.grammars)
+        self.grammars = GrammarCompiler(tokenizer_json, self.spec.vocab_size, self.spec.eos_token_ids)
         self._worker = make_worker(
             self.spec, self.checkpoint, self.config, layout, args.attention_backend, self.grammars
         )
