@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.ops.triton import attention, norm, pointwise, rotate, skinny
+from headrace.ops.triton import decode, norm, paged, pointwise, prefill, rotate, skinny
 
 
 def close(got, want, tolerance):
@@ -82,7 +82,7 @@ def test_a_gated_product(bias, random, dtype, tolerance):
 
 @pytest.mark.parametrize(("rotary", "normed", "parts"), [(32, False, 1), (20, False, 1), (32, True, 2)])
 def test_rotation_norms_and_writing(rotary, normed, parts, random, dtype, tolerance, device):
-    shape, tokens, page = rotate.HeadShape(4, 2, 32), 5, 16
+    shape, tokens, page = paged.HeadShape(4, 2, 32), 5, 16
     qkv = random(parts, tokens, 8 * 32)
     qkv = qkv if parts > 1 else qkv[0].to(dtype)
     cos, sin = random(tokens, rotary // 2), random(tokens, rotary // 2)
@@ -91,8 +91,9 @@ def test_rotation_norms_and_writing(rotary, normed, parts, random, dtype, tolera
     values = values.to(dtype)
     slots = i32([17, 80, 3, -1, 33], device)
     kept = torch.zeros(tokens, 64, device=device).to(dtype)
-    norms = (q_norm, k_norm, 1e-5) if normed else None
-    q = rotate.rotate_and_write(qkv, shape, cos, sin, (keys, values), slots, norms, kept)
+    norms = rotate.HeadNorms(q_norm, k_norm, 1e-5) if normed else None
+    q = torch.zeros(tokens, 128, device=device).to(dtype)
+    rotate.rotate_and_write(qkv, shape, cos, sin, (keys, values), slots, q, norms, kept)
     heads = (qkv.sum(0) if parts > 1 else qkv.float()).view(tokens, 8, 32)
     rotated = heads[:, :6].clone()
     if normed:
@@ -122,7 +123,7 @@ class Case:
     """Pages, tables and what attention over them is."""
 
     def __init__(self, heads, kv_heads, dim, window, cap, sinks, query_lens, random, dtype, device):
-        self.shape = rotate.HeadShape(heads, kv_heads, dim)
+        self.shape = paged.HeadShape(heads, kv_heads, dim)
         num_blocks = 80
         self.cache = (
             random(num_blocks, kv_heads, PAGE, dim).to(dtype),
@@ -136,9 +137,9 @@ class Case:
             taken += count
         starts = [0, *np.cumsum(query_lens).tolist()]
         self.q = random(starts[-1], heads * dim).to(dtype)
-        self.scores = attention.Scores(dim**-0.5, cap, window, random(heads) if sinks else None)
+        self.scores = paged.Scores(dim**-0.5, cap, window, random(heads) if sinks else None)
         tensors = [i32(each, device) for each in (ROWS, starts, LENGTHS, [len(ROWS)])]
-        self.paged = attention.PagedRows(torch.from_numpy(table).to(device), *tensors)
+        self.paged = paged.PagedRows(torch.from_numpy(table).to(device), *tensors)
         self.out = torch.full_like(self.q, 7.0)
         self.want = torch.zeros(self.q.shape, device=device)
         for row, length, start, queries in zip(ROWS, LENGTHS, starts, query_lens, strict=False):
@@ -162,27 +163,84 @@ class Case:
             self.want[start : start + queries] = torch.einsum("hqk,khd->qhd", weight, values).reshape(queries, -1)
 
 
+def projected(case, parts, random, dtype, device):
+    """A projection whose rotated q and newest keys and values are those of `case`; the pages lose the newest ones."""
+    shape, count = case.shape, len(ROWS)
+    dim, half = shape.head_dim, shape.head_dim // 2 - 4  # some dimensions do not turn
+    table = case.paged.block_tables
+    newest = [
+        (int(table[row, (length - 1) // PAGE]), (length - 1) % PAGE) for row, length in zip(ROWS, LENGTHS, strict=True)
+    ]
+    k, v = (torch.stack([pages[block, :, place] for block, place in newest]).float() for pages in case.cache)
+    heads = torch.cat([case.q.view(count, -1, dim).float(), k], dim=1)
+    angle = random(count, half)
+    cos, sin = torch.cos(angle), torch.sin(angle)
+    low, high = heads[..., :half].clone(), heads[..., half : 2 * half].clone()
+    heads[..., :half] = low * cos[:, None] + high * sin[:, None]  # turned back
+    heads[..., half : 2 * half] = high * cos[:, None] - low * sin[:, None]
+    qkv = torch.cat([heads, v], dim=1).reshape(count, -1)
+    for pages in case.cache:
+        for block, place in newest:
+            pages[block, :, place] = float("nan")  # to be written, never read
+    if parts > 1:
+        pieces = random(parts, *qkv.shape)
+        pieces[-1] += qkv - pieces.sum(0)
+        return decode.Projected(pieces, cos, sin), newest, k, v
+    return decode.Projected(qkv.to(dtype), cos, sin), newest, k, v
+
+
+@pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "window", "cap", "sinks"), SHAPES)
-def test_decode_attention(heads, kv_heads, dim, window, cap, sinks, random, dtype, tolerance, device):
+def test_decode_attention(heads, kv_heads, dim, window, cap, sinks, parts, random, dtype, tolerance, device):
     case = Case(heads, kv_heads, dim, window, cap, sinks, [1] * 5, random, dtype, device)
-    space = attention.DecodeSpace.create(8, case.shape, device)
-    attention.plan_items(case.paged, case.shape, window, space)
+    given, newest, k, v = projected(case, parts, random, dtype, device)
+    space = decode.DecodeSpace.create(8, case.shape, device)
+    decode.plan_items(case.paged, case.shape, window, space)
     first = None
     for _ in range(2):  # counters are left as they were found; who is last does not show
-        attention.decode_attention(case.q, case.cache, case.paged, case.shape, case.scores, space, 1, case.out)
-        assert close(case.out, case.want, tolerance)
+        decode.decode_attention(given, case.cache, case.paged, case.shape, case.scores, space, case.out)
+        assert close(case.out, case.want, 4 * tolerance)
         assert not space.arrived.any()
         assert first is None or torch.equal(first, case.out)
         first = case.out.clone()
+    for pages, wanted in zip(case.cache, (k, v), strict=True):
+        got = torch.stack([pages[block, :, place] for block, place in newest])
+        assert close(got, wanted, 4 * tolerance)
+
+
+def test_decode_attention_with_norms_of_heads(random, dtype, tolerance, device):
+    case = Case(4, 2, 32, 0, None, False, [1] * 5, random, dtype, device)
+    q_norm, k_norm, angle = random(32), random(32), random(5, 16)
+    qkv = random(5, 8 * 32).to(dtype)
+    norms = rotate.HeadNorms(q_norm, k_norm, 1e-5)
+    # the same in two steps, which have tests of their own
+    cache = tuple(pages.clone() for pages in case.cache)
+    slots = [
+        int(case.paged.block_tables[r, (n - 1) // PAGE]) * PAGE + (n - 1) % PAGE
+        for r, n in zip(ROWS, LENGTHS, strict=True)
+    ]
+    cos, sin = torch.cos(angle), torch.sin(angle)
+    q = torch.zeros_like(case.q)
+    rotate.rotate_and_write(qkv, case.shape, cos, sin, cache, i32(slots, device), q, norms)
+    tiles = i32(list(range(5)), device), i32([0] * 5, device)
+    want = torch.zeros_like(case.q)
+    prefill.prefill_attention(q, cache, case.paged, tiles, case.shape, case.scores, want)
+    space = decode.DecodeSpace.create(8, case.shape, device)
+    decode.plan_items(case.paged, case.shape, 0, space)
+    given = decode.Projected(qkv, cos, sin, norms)
+    decode.decode_attention(given, case.cache, case.paged, case.shape, case.scores, space, case.out)
+    assert close(case.out, want.float(), tolerance)
+    assert all(close(got, wanted.float(), tolerance) for got, wanted in zip(case.cache, cache, strict=True))
 
 
 def test_padding_rows_are_left_alone(random, dtype, tolerance, device):
     case = Case(4, 2, 32, 0, None, False, [1] * 5, random, dtype, device)
+    given, *_ = projected(case, 1, random, dtype, device)
     case.paged.num_rows.fill_(2)
-    space = attention.DecodeSpace.create(8, case.shape, device)
-    attention.plan_items(case.paged, case.shape, 0, space)
-    attention.decode_attention(case.q, case.cache, case.paged, case.shape, case.scores, space, 1, case.out)
-    assert close(case.out[:2], case.want[:2], tolerance) and bool((case.out[2:] == 7.0).all())
+    space = decode.DecodeSpace.create(8, case.shape, device)
+    decode.plan_items(case.paged, case.shape, 0, space)
+    decode.decode_attention(given, case.cache, case.paged, case.shape, case.scores, space, case.out)
+    assert close(case.out[:2], case.want[:2], 4 * tolerance) and bool((case.out[2:] == 7.0).all())
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "window", "cap", "sinks"), SHAPES)
@@ -191,8 +249,8 @@ def test_prefill_attention_over_ragged_spans_with_prefixes(
 ):
     query_lens = [1, 5, 200, 33, 40]
     case = Case(heads, kv_heads, dim, window, cap, sinks, query_lens, random, dtype, device)
-    size = attention.prefill_tile(case.shape)
+    size = prefill.prefill_tile(case.shape)
     tiles = [(span, first) for span, length in enumerate(query_lens) for first in range(0, length, size)]
     spans, firsts = (i32(list(each), device) for each in zip(*tiles, strict=True))
-    attention.prefill_attention(case.q, case.cache, case.paged, (spans, firsts), case.shape, case.scores, case.out)
+    prefill.prefill_attention(case.q, case.cache, case.paged, (spans, firsts), case.shape, case.scores, case.out)
     assert close(case.out, case.want, tolerance)

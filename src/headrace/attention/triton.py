@@ -9,18 +9,12 @@ import torch
 
 from headrace.attention.base import AttentionCaps, LayerAttention
 from headrace.core.kv_layout import KVGroup
-from headrace.ops.triton.attention import (
-    DecodeSpace,
-    PagedRows,
-    Scores,
-    decode_attention,
-    plan_items,
-    prefill_attention,
-)
-from headrace.ops.triton.rotate import HeadShape, rotate_and_write
+from headrace.ops.triton.decode import DecodeSpace, Projected, decode_attention, plan_items
+from headrace.ops.triton.paged import HeadShape, PagedRows, Scores
+from headrace.ops.triton.prefill import prefill_attention
+from headrace.ops.triton.rotate import HeadNorms, rotate_and_write
 from headrace.ops.triton.runtime import INTERPRETED
 from headrace.ops.xp import Array
-
 
 NEVER = 2**31 - 1
 ALONE_FROM = 768  # tokens of a prompt without a prefix from which the library's attention is faster, copies included
@@ -89,22 +83,28 @@ class TritonAttention:
         self,
         qkv: Array,
         angles: tuple[Array, Array],
-        norms: tuple[Array, Array, float] | None,
+        norms: HeadNorms | None,
         cache: tuple[Array, Array],
         meta: TritonMeta,
         layer: LayerAttention,
     ) -> Array:
-        """Attention output [T, heads * D] of an unrotated qkv [T, q | k | v] or [parts, T, ...]; `norms`: scales of q
-        and k heads, epsilon."""
+        """Attention output [T, heads * D] of an unrotated qkv [T, q | k | v] or [parts, T, ...]."""
         shape = HeadShape(layer.num_heads, layer.num_kv_heads, layer.head_dim)
-        tokens, kv_size = meta.slots.shape[0], layer.num_kv_heads * layer.head_dim
-        keys = qkv.new_empty((tokens, kv_size), dtype=cache[0].dtype) if meta.alone else None
-        q = rotate_and_write(qkv, shape, *angles, cache, meta.slots, norms, keys)
         scores = Scores(layer.scale, layer.soft_cap, layer.window or 0, layer.sinks)
-        out = torch.empty_like(q)
-        if meta.num_decodes:
-            first = replace(meta.paged, rows=meta.paged.rows[: meta.num_decodes])
-            decode_attention(q, cache, first, shape, scores, meta.space, 1, out)
+        (cos, sin), decodes, tokens = angles, meta.num_decodes, meta.slots.shape[0]
+        out = qkv.new_empty((tokens, shape.num_heads * shape.head_dim), dtype=cache[0].dtype)
+        if decodes:
+            first = replace(meta.paged, rows=meta.paged.rows[:decodes])
+            decode_attention(Projected(qkv, cos, sin, norms), cache, first, shape, scores, meta.space, out)
+        if decodes == tokens:
+            return out
+        q, rest = torch.empty_like(out), slice(decodes, None)
+        kv_size = shape.num_kv_heads * shape.head_dim
+        keys = q.new_empty((tokens, kv_size)) if meta.alone else None
+        rotate_and_write(
+            qkv[..., rest, :], shape, cos[rest], sin[rest], cache, meta.slots[rest], q[rest], norms,
+            None if keys is None else keys[rest],
+        )  # fmt: skip
         if meta.tiles is not None:
             prefill_attention(q, cache, meta.paged, meta.tiles, shape, scores, out)
         if keys is not None:
@@ -143,5 +143,5 @@ class StepAttention:
     def fused(self, layer: int, qkv: Array, angles: tuple[Array, Array], norms: tuple[Any, ...]) -> Array:
         """See layers.attention.Fused."""
         meta = self._metas[self._cache.group(layer)]
-        scales = (norms[0].weight, norms[1].weight, norms[0].eps) if norms else None
+        scales = HeadNorms(norms[0].weight, norms[1].weight, norms[0].eps) if norms else None
         return self._backend.run_fused(qkv, angles, scales, self._cache.pages(layer), meta, self._layers[layer])

@@ -18,8 +18,8 @@ import torch
 from headrace.attention.triton import StepAttention, TritonAttention
 from headrace.core.plan import StageTimes, StepPlan, StepResult, TokenLogprobs
 from headrace.models.blocks import CausalLM
-from headrace.ops.triton.attention import prefill_tile
-from headrace.ops.triton.rotate import HeadShape
+from headrace.ops.triton.paged import HeadShape
+from headrace.ops.triton.prefill import prefill_tile
 from headrace.ops.triton.step import build_inputs, draw_and_commit, patch
 from headrace.sampling.logprobs import SLICE, by_span, token_logprobs
 from headrace.sampling.sampler import DAMAGED, Sampled, Sampler

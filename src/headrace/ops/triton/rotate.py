@@ -12,16 +12,17 @@ import torch
 import triton
 import triton.language as tl
 
-from headrace.ops.triton.runtime import RUNTIME, launch_options, power_of_two
+from headrace.ops.triton.paged import HeadShape
+from headrace.ops.triton.runtime import launch_options, power_of_two
 
 
 @dataclass(frozen=True)
-class HeadShape:
-    """Heads of a layer's attention."""
+class HeadNorms:
+    """Scales of the norms of each head of q and of k, float32 [D], and their epsilon."""
 
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    q: torch.Tensor
+    k: torch.Tensor
+    eps: float
 
 
 @triton.jit
@@ -80,28 +81,28 @@ def rotate_and_write(
     sin: torch.Tensor,
     cache: tuple[torch.Tensor, torch.Tensor],
     slots: torch.Tensor,
-    norms: tuple[torch.Tensor, torch.Tensor, float] | None = None,
+    out: torch.Tensor,
+    norms: HeadNorms | None = None,
     keys: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Rotated q [T, heads * D] of qkv [T, q | k | v] (or [parts, T, ...], summed here), keys and values written.
+) -> None:
+    """Rotate q of qkv [T, q | k | v] (or [parts, T, ...], summed here) into `out` [T, heads * D] and write keys and
+    values into their slots.
 
-    cos, sin float32 [T, R/2]; slots int32 [T], -1 where a token is padding; `norms`: scales [D] of q and k, epsilon.
+    cos, sin float32 [T, R/2]; slots int32 [T], -1 where a token is padding.
     `keys` [T, kv heads * D], if given, gets the rotated keys as well.
     """
     parts = qkv.shape[0] if qkv.ndim == 3 else 1
     tokens = qkv.shape[-2]
     key_pages, value_pages = cache
-    q = torch.empty((tokens, shape.num_heads * shape.head_dim), dtype=RUNTIME.activation, device=qkv.device)
     if not tokens:
-        return q
+        return
     heads = shape.num_heads + 2 * shape.num_kv_heads
     group = 2 if tokens <= 64 else 8
-    q_weight, k_weight, eps = norms or (cos, cos, 0.0)
+    q_weight, k_weight, eps = (cos, cos, 0.0) if norms is None else (norms.q, norms.k, norms.eps)
     _rotate_and_write[(tokens, triton.cdiv(heads, group))](
-        qkv, q, q if keys is None else keys, key_pages, value_pages, slots, cos, sin, q_weight, k_weight,
+        qkv, out, out if keys is None else keys, key_pages, value_pages, slots, cos, sin, q_weight, k_weight,
         qkv.stride(0) if parts > 1 else 0, qkv.stride(-2), cos.shape[1], eps,
         HEADS=shape.num_heads, KV_HEADS=shape.num_kv_heads, DIM=shape.head_dim,
         WIDTH=power_of_two(shape.head_dim, 16), PAGE=key_pages.shape[2], PARTS=parts, NORM=norms is not None,
         KEEP=keys is not None, GROUP=group, **launch_options(num_warps=1 if group == 2 else 4),
     )  # fmt: skip
-    return q

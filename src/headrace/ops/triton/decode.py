@@ -1,0 +1,303 @@
+"""Attention of one query a row over head-major pages, from the projection on: norms of heads, rotation, writing the new
+key and value, and attending with the context split.
+
+A step's contexts are cut into items of one length, whatever row they belong to, so that one long row beside many short
+ones still fills the GPU (Flash-Decoding, Dao et al. 2023; the cut by items as in FlashInfer, Ye et al. 2025, section
+3.3). The last item of a row to finish adds up what the row's items left, in order: no result depends on who was last.
+The new key and value never go through memory for the query that they came with, so nobody waits for them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from headrace.ops.triton.paged import HeadShape, PagedRows, Scores, num_stages
+from headrace.ops.triton.rotate import HeadNorms
+from headrace.ops.triton.runtime import INTERPRETED, launch_options, num_processors, power_of_two
+
+STEP = 64 if INTERPRETED else 128  # keys that a program takes at a time
+LEAST = 64 if INTERPRETED else 256  # keys of an item: cutting finer costs more in adding up than it saves
+
+# words of an item's record: its span's row, token and number of keys; the item's first key and one past its last; the
+# first item of the span and how many those are
+ITEM = 8
+
+
+@triton.jit
+def _plan_items(
+    seq_lens, query_start, rows, num_rows, target, least, window, items, counts,
+    WIDTH: tl.constexpr, STEP: tl.constexpr, ITEM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    span = tl.arange(0, WIDTH)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    mask = span < tl.load(num_rows)
+    length = tl.load(seq_lens + span, mask=mask, other=0)
+    start = tl.load(query_start + span, mask=mask, other=0)
+    row = tl.load(rows + span, mask=mask, other=0)
+    begin = tl.zeros((WIDTH,), tl.int32)
+    if window > 0:
+        begin = tl.maximum(length - window, 0) // STEP * STEP
+    seen = tl.where(mask, length - begin, 0)
+    total = tl.sum(seen, axis=0)
+    chunk = tl.maximum(tl.cdiv(tl.cdiv(total, target), STEP) * STEP, least)
+    number = tl.cdiv(seen, chunk)
+    after = tl.cumsum(number, axis=0)
+    before = after - number
+    most = tl.max(number, axis=0)
+    for index in tl.range(0, most):
+        first = begin + index * chunk
+        real = mask & (index < number)
+        record = items + (before + index) * ITEM
+        tl.store(record, row, mask=real)
+        tl.store(record + 1, start, mask=real)
+        tl.store(record + 2, length, mask=real)
+        tl.store(record + 3, first, mask=real)
+        tl.store(record + 4, tl.minimum(first + chunk, length), mask=real)
+        tl.store(record + 5, before, mask=real)
+        tl.store(record + 6, number, mask=real)
+    tl.store(counts, tl.sum(number, axis=0))
+
+
+@triton.jit
+def _rotated(
+    source, part_stride, weight, cosine, sine, index, partner, inside, turned, eps,
+    DIM: tl.constexpr, PARTS: tl.constexpr, NORM: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """Heads at `source` [N, 1], their parts added up, normed and turned: float32 [N, WIDTH]."""
+    value = tl.load(source + index, mask=inside, other=0.0).to(tl.float32)
+    other = tl.load(source + partner, mask=turned, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        value += tl.load(source + part * part_stride + index, mask=inside, other=0.0).to(tl.float32)
+        other += tl.load(source + part * part_stride + partner, mask=turned, other=0.0).to(tl.float32)
+    if NORM:
+        scale = 1.0 / tl.sqrt(tl.sum(value * value, axis=1) / DIM + eps)[:, None]
+        value = value * scale * tl.load(weight + index, mask=inside, other=0.0).to(tl.float32)
+        other = other * scale * tl.load(weight + partner, mask=turned, other=0.0).to(tl.float32)
+    return value * cosine + tl.where(index < HALF, -other, other) * sine
+
+
+@triton.jit
+def _decode(
+    qkv, cos, sin, q_weight, k_weight, key_pages, value_pages, out, block_tables, items, counts,
+    part_out, part_norm, arrived, sinks, part_stride, token_stride, table_stride, eps, scale, cap, window,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
+    HALF: tl.constexpr, PARTS: tl.constexpr, NORM: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr,
+    ITEM: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    item, head = tl.program_id(0), tl.program_id(1)
+    shared: tl.constexpr = HEADS // KV_HEADS
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    record = items + item * ITEM
+    total = tl.load(counts)
+    row = tl.load(record)
+    token = tl.load(record + 1).to(tl.int64)
+    length = tl.load(record + 2)
+    first = tl.load(record + 3)
+    last = tl.load(record + 4)
+    first_item = tl.load(record + 5)
+    num_items = tl.load(record + 6)
+    if item < total:
+        table = block_tables + row.to(tl.int64) * table_stride
+        lane = tl.arange(0, TILE)
+        known = lane < shared
+        q_head = head * shared + lane
+        index = tl.arange(0, WIDTH)[None, :]
+        inside = known[:, None] & (index < DIM)
+        turned = known[:, None] & (index < 2 * HALF)
+        partner = tl.where(index < HALF, index + HALF, tl.where(index < 2 * HALF, index - HALF, index))
+        angle = token * HALF + tl.where(index < HALF, index, index - HALF)
+        cosine = tl.load(cos + angle, mask=index < 2 * HALF, other=1.0)
+        sine = tl.load(sin + angle, mask=index < 2 * HALF, other=0.0)
+        source = qkv + token * token_stride
+        tile = _rotated(
+            source + q_head[:, None] * DIM, part_stride, q_weight, cosine, sine, index, partner, inside, turned, eps,
+            DIM, PARTS, NORM, HALF,
+        ).to(key_pages.dtype.element_ty)  # fmt: skip
+        best = tl.full((TILE,), float("-inf"), tl.float32)
+        norm = tl.zeros((TILE,), tl.float32)
+        sums = tl.zeros((TILE, WIDTH), tl.float32)
+        newest = length - 1
+        for at in tl.range(first, tl.minimum(last, newest), STEP):
+            key = at + tl.arange(0, STEP)
+            real = (key < last) & (key < newest)
+            block = tl.load(table + key // PAGE, mask=real, other=0).to(tl.int64)
+            place = ((block * KV_HEADS + head) * PAGE + key % PAGE) * DIM
+            take = real[:, None] & (index < DIM)
+            keys = tl.load(key_pages + place[:, None] + index, mask=take, other=0.0)
+            values = tl.load(value_pages + place[:, None] + index, mask=take, other=0.0)
+            score = tl.dot(tile, tl.trans(keys), input_precision="ieee") * scale
+            if CAP:
+                score = cap * (2.0 / (1.0 + tl.exp(-2.0 * score / cap)) - 1.0)
+            if WINDOW:
+                real = real & (key > newest - window)
+            score = tl.where(real[None, :], score * 1.4426950408889634, float("-inf"))
+            higher = tl.maximum(best, tl.max(score, axis=1))
+            safe = tl.where(higher == float("-inf"), 0.0, higher)
+            weight = tl.exp2(score - safe[:, None])
+            fade = tl.exp2(best - safe)
+            norm = norm * fade + tl.sum(weight, axis=1)
+            sums = sums * fade[:, None] + tl.dot(weight.to(values.dtype), values, input_precision="ieee")
+            best = higher
+        if last == length:  # this item has the new key
+            own = tl.arange(0, 1)[:, None]  # one head, as a matrix
+            new_key = _rotated(
+                source + (HEADS + head + own) * DIM, part_stride, k_weight, cosine, sine, index, partner,
+                (own == 0) & (index < DIM), (own == 0) & (index < 2 * HALF), eps, DIM, PARTS, NORM, HALF,
+            ).to(key_pages.dtype.element_ty)  # fmt: skip
+            there = source + (HEADS + KV_HEADS + head + own) * DIM + index
+            value = tl.load(there, mask=index < DIM, other=0.0).to(tl.float32)
+            for part in tl.static_range(1, PARTS):
+                value += tl.load(there + part * part_stride, mask=index < DIM, other=0.0).to(tl.float32)
+            new_value = value.to(value_pages.dtype.element_ty)
+            block = tl.load(table + newest // PAGE).to(tl.int64)
+            place = ((block * KV_HEADS + head) * PAGE + newest % PAGE) * DIM + index
+            tl.store(key_pages + place, new_key, mask=index < DIM)
+            tl.store(value_pages + place, new_value, mask=index < DIM)
+            alone = tl.sum(tile.to(tl.float32) * new_key.to(tl.float32), axis=1) * scale
+            if CAP:
+                alone = cap * (2.0 / (1.0 + tl.exp(-2.0 * alone / cap)) - 1.0)
+            alone = alone * 1.4426950408889634
+            higher = tl.maximum(best, alone)
+            fade, weight = tl.exp2(best - higher), tl.exp2(alone - higher)
+            norm = norm * fade + weight
+            sums = sums * fade[:, None] + weight[:, None] * new_value.to(tl.float32)
+            best = higher
+        target = out + token * (HEADS * DIM) + q_head[:, None] * DIM + index
+        if SINKS:
+            sink = tl.load(sinks + q_head, mask=known, other=0.0) * 1.4426950408889634
+        if num_items == 1:
+            if SINKS:
+                norm += tl.exp2(sink - best)
+            result = sums / tl.where(norm == 0.0, 1.0, norm)[:, None]
+            tl.store(target, result.to(out.dtype.element_ty), mask=inside)
+        else:
+            home = (item.to(tl.int64) * KV_HEADS + head) * TILE
+            tl.store(part_out + (home + lane)[:, None] * WIDTH + index, sums, mask=known[:, None])
+            tl.store(part_norm + (home + lane) * 2, best, mask=known)
+            tl.store(part_norm + (home + lane) * 2 + 1, norm, mask=known)
+            tl.debug_barrier()
+            order = tl.atomic_add(arrived + first_item * KV_HEADS + head, 1, sem="acq_rel")
+            tl.debug_barrier()
+            if order == num_items - 1:
+                tl.store(arrived + first_item * KV_HEADS + head, 0)
+                base = (first_item.to(tl.int64) * KV_HEADS + head) * TILE + lane
+                stride = KV_HEADS * TILE
+                best = tl.full((TILE,), float("-inf"), tl.float32)
+                for one in tl.range(0, num_items, 4):
+                    for near in tl.static_range(4):
+                        mask = known & (one + near < num_items)
+                        there = base + (one + near) * stride
+                        best = tl.maximum(
+                            best, tl.load(part_norm + there * 2, mask=mask, other=float("-inf"), cache_modifier=".cg")
+                        )
+                safe = tl.where(best == float("-inf"), 0.0, best)
+                norm = tl.zeros((TILE,), tl.float32)
+                sums = tl.zeros((TILE, WIDTH), tl.float32)
+                for one in tl.range(0, num_items, 4):
+                    for near in tl.static_range(4):
+                        mask = known & (one + near < num_items)
+                        there = base + (one + near) * stride
+                        part_best = tl.load(part_norm + there * 2, mask=mask, other=float("-inf"), cache_modifier=".cg")
+                        part_sum = tl.load(part_norm + there * 2 + 1, mask=mask, other=0.0, cache_modifier=".cg")
+                        part = tl.load(
+                            part_out + there[:, None] * WIDTH + index, mask=mask[:, None], other=0.0,
+                            cache_modifier=".cg",
+                        )  # fmt: skip
+                        fade = tl.exp2(part_best - safe)
+                        norm += fade * part_sum
+                        sums += fade[:, None] * part
+                if SINKS:
+                    norm += tl.exp2(sink - safe)
+                result = sums / tl.where(norm == 0.0, 1.0, norm)[:, None]
+                tl.store(target, result.to(out.dtype.element_ty), mask=inside)
+
+
+def target_items(shape: HeadShape) -> int:
+    """Items that a step is cut into, beside one a row: so many that every processor has a few programs."""
+    return 8 if INTERPRETED else max(1, 4 * num_processors() // shape.num_kv_heads)
+
+
+@dataclass(frozen=True)
+class DecodeSpace:
+    """Memory of split decode attention for up to `max_rows` rows, shared by all layers of a group."""
+
+    items: torch.Tensor  # int32 [max items, ITEM]
+    counts: torch.Tensor  # int32 [1]  items there are
+    outputs: torch.Tensor  # float32 [max items, kv heads, TILE, WIDTH]
+    norms: torch.Tensor  # float32 [max items, kv heads, TILE, 2]  highest score, sum of weights
+    arrived: torch.Tensor  # int32 [max items, kv heads], zero between launches
+
+    @classmethod
+    def create(cls, max_rows: int, shape: HeadShape, device: torch.device) -> DecodeSpace:
+        most, kv_heads = max_rows + target_items(shape), shape.num_kv_heads
+        tile, width = _tile(shape), power_of_two(shape.head_dim, 16)
+        return cls(
+            torch.zeros((most, ITEM), dtype=torch.int32, device=device),
+            torch.zeros(1, dtype=torch.int32, device=device),
+            torch.empty((most, kv_heads, tile, width), dtype=torch.float32, device=device),
+            torch.empty((most, kv_heads, tile, 2), dtype=torch.float32, device=device),
+            torch.zeros((most, kv_heads), dtype=torch.int32, device=device),
+        )
+
+
+def _tile(shape: HeadShape) -> int:
+    return power_of_two(shape.num_heads // shape.num_kv_heads, 16)
+
+
+def plan_items(paged: PagedRows, shape: HeadShape, window: int, space: DecodeSpace) -> None:
+    """Cut the contexts of `paged`, one token a row, into items; once a step and layer group."""
+    _plan_items[(1,)](
+        paged.seq_lens, paged.query_start, paged.rows, paged.num_rows, target_items(shape), LEAST, window,
+        space.items, space.counts,
+        WIDTH=power_of_two(paged.rows.shape[0], 16), STEP=STEP, ITEM=ITEM, **launch_options(num_warps=4),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Projected:
+    """What a layer's projection gave, and how its heads are to be normed and turned."""
+
+    qkv: torch.Tensor  # [T, q | k | v], or [parts, T, q | k | v] that are added up here
+    cos: torch.Tensor  # float32 [T, R/2]
+    sin: torch.Tensor  # float32 [T, R/2]
+    norms: HeadNorms | None = None
+
+
+def decode_attention(
+    projected: Projected,
+    cache: tuple[torch.Tensor, torch.Tensor],
+    paged: PagedRows,
+    shape: HeadShape,
+    scores: Scores,
+    space: DecodeSpace,
+    out: torch.Tensor,
+) -> None:
+    """Writes the new keys and values and attends, for rows of one token: `out` [T, heads * D]; `space` as `plan_items`
+    left it."""
+    qkv, cos, norms = projected.qkv, projected.cos, projected.norms
+    key_pages, value_pages = cache
+    count = paged.rows.shape[0]
+    parts = qkv.shape[0] if qkv.ndim == 3 else 1
+    width = power_of_two(shape.head_dim, 16)
+    # few rows: one program a processor, that keeps much in flight; many: several that take turns
+    deep = shape.head_dim == 128 and count <= 64
+    step = STEP if width * key_pages.element_size() <= 256 else STEP // 2
+    _decode[(count + target_items(shape), shape.num_kv_heads)](
+        qkv, cos, projected.sin, cos if norms is None else norms.q, cos if norms is None else norms.k,
+        key_pages, value_pages, out, paged.block_tables, space.items, space.counts, space.outputs, space.norms,
+        space.arrived, cos if scores.sinks is None else scores.sinks,
+        qkv.stride(0) if parts > 1 else 0, qkv.stride(-2), paged.block_tables.stride(0),
+        0.0 if norms is None else norms.eps, scores.scale, scores.soft_cap or 1.0, scores.window,
+        HEADS=shape.num_heads, KV_HEADS=shape.num_kv_heads, DIM=shape.head_dim, WIDTH=width,
+        PAGE=key_pages.shape[2], HALF=cos.shape[1], PARTS=parts, NORM=norms is not None, TILE=_tile(shape), STEP=step,
+        ITEM=ITEM, CAP=scores.soft_cap is not None, WINDOW=scores.window > 0, SINKS=scores.sinks is not None,
+        **launch_options(8 if deep else 4, num_stages(3 if deep else 2, step, width, key_pages)),
+    )  # fmt: skip
