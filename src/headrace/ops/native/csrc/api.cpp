@@ -80,8 +80,8 @@ Tokens16 quantized_tokens(const float* x, ptrdiff_t x_stride, int tokens, int k)
 uint16_t to_bf16(float value) {
   uint32_t bits;
   std::memcpy(&bits, &value, 4);
-  if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return static_cast<uint16_t>(bits >> 16 | 0x40);  // NaN stays NaN
-  return static_cast<uint16_t>((bits + 0x7FFFu + (bits >> 16 & 1)) >> 16);                  // to nearest, ties to even
+  const uint32_t rounded = (bits + 0x7FFFu + (bits >> 16 & 1)) >> 16;  // to nearest, ties to even
+  return static_cast<uint16_t>((bits & 0x7FFFFFFFu) > 0x7F800000u ? bits >> 16 | 0x40 : rounded);  // NaN stays NaN
 }
 
 // One vector of a head: element d lies at d * stride. int8: the scale goes to `scale`.
@@ -107,12 +107,13 @@ void write_vector(int format, const float* x, int dim, uint8_t* to, ptrdiff_t st
   }
 }
 
-void write_token(const float* k, const float* v, int slot, const AttentionJob& job) {
+// Heads [first, last) of a token's keys and values.
+void write_token(const float* k, const float* v, int slot, const AttentionJob& job, int first, int last) {
   if (slot < 0) return;  // padding
   const int block = slot / job.block_size, inside = slot % job.block_size, dim = job.dim, format = job.kv_format;
   const ptrdiff_t size = format == kKvF32 ? 4 : format == kKvBf16 ? 2 : 1;
   const size_t bytes = kv_page_bytes(format, dim, job.block_size);
-  for (int head = 0; head < job.kv_heads; ++head) {
+  for (int head = first; head < last; ++head) {
     const size_t page = (static_cast<size_t>(block) * job.kv_heads + head) * bytes;
     uint8_t *keys = const_cast<uint8_t*>(job.keys) + page, *values = const_cast<uint8_t*>(job.values) + page;
     const ptrdiff_t scale = static_cast<ptrdiff_t>(dim) * job.block_size + 4 * inside;
@@ -126,7 +127,8 @@ void write_token(const float* k, const float* v, int slot, const AttentionJob& j
 struct AttentionWork {
   std::vector<AttentionItem> items, merges;
   std::vector<float> partials;
-  int64_t size = 0;  // multiply-adds, about
+  int64_t size = 0;         // multiply-adds, about
+  bool all_write = false;   // every span's every head is one item
 
   void plan(const AttentionJob& job, int spans) {
     const int group = job.heads / job.kv_heads, most = queries_per_item(group);
@@ -164,6 +166,9 @@ struct AttentionWork {
         for (int head = 0; head < job.kv_heads; ++head)
           items.push_back({span, head, query, length - query < most ? length - query : most, 0, nullptr});
     }
+    int64_t busy = 0;
+    for (int span = 0; span < spans; ++span) busy += job.query_start[span + 1] > job.query_start[span];
+    all_write = static_cast<int64_t>(items.size()) == busy * job.kv_heads;
     if (partials.size() < floats) partials.resize(floats);
     for (size_t p = 0; p < places.size(); p += 2) items[places[p]].partial = partials.data() + places[p + 1];
     size_t place = 0;
@@ -331,11 +336,16 @@ EXPORT void headrace_elementwise(int kind, const float* x, ptrdiff_t x_stride, c
 EXPORT void headrace_attention(const AttentionJob* call, const float* k, ptrdiff_t k_stride, const float* v,
                                ptrdiff_t v_stride, const int32_t* slots, int tokens, int spans) {
   const AttentionJob& job = *call;
-  ranges(tokens, static_cast<int64_t>(tokens) * job.kv_heads * job.dim * 4, [&](int64_t first, int64_t last) {
-    for (int64_t t = first; t < last; ++t) write_token(k + t * k_stride, v + t * v_stride, slots[t], job);
-  });
   static thread_local AttentionWork work;
   work.plan(job, spans);
+  const auto write = [&](int64_t t, int head, int end) {
+    write_token(k + t * k_stride, v + t * v_stride, slots[t], job, head, end);
+  };
+  // a span whose heads are one item each is written by its items; what several items read is written before them
+  if (!work.all_write)
+    ranges(tokens, static_cast<int64_t>(tokens) * job.kv_heads * job.dim * 4, [&](int64_t first, int64_t last) {
+      for (int64_t t = first; t < last; ++t) write(t, 0, job.kv_heads);
+    });
   const auto each = [&](const std::vector<AttentionItem>& list, auto use) {
     const AttentionItem* items = list.data();  // not the list: it belongs to this thread
     const auto one = [&, items](int item) { use(items[item], thread_scratch(kernels->attention_scratch(job))); };
@@ -344,7 +354,13 @@ EXPORT void headrace_attention(const AttentionJob* call, const float* k, ptrdiff
       for (int item = 0; item < count; ++item) one(item);
     else parallel(count, one);
   };
-  each(work.items, [&](const AttentionItem& item, float* scratch) { kernels->attention(job, item, scratch); });
+  const bool writes = work.all_write;
+  each(work.items, [&](const AttentionItem& item, float* scratch) {
+    if (writes)
+      for (int t = job.query_start[item.span]; t < job.query_start[item.span + 1]; ++t)
+        write(t, item.kv_head, item.kv_head + 1);
+    kernels->attention(job, item, scratch);
+  });
   each(work.merges, [&](const AttentionItem& item, float* scratch) {
     kernels->attention_merge(job, item, item.chunk, scratch);
   });

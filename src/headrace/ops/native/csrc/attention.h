@@ -129,7 +129,9 @@ NOINLINE static void scores_rows(const Item& item, int row, const uint8_t* const
   float* out = item.scores + row * kTile;
   int v = 0;
   for (; v + 4 <= vectors; v += 4) scores_tile<kKv, kRows, 4>(q, item.dim, keys + v, stride, out + v * W, ahead);
-  for (; v < vectors; ++v) scores_tile<kKv, kRows, 1>(q, item.dim, keys + v, stride, out + v * W, ahead);
+  if (vectors - v == 3) scores_tile<kKv, kRows, 3>(q, item.dim, keys + v, stride, out + v * W, ahead);
+  else if (vectors - v == 2) scores_tile<kKv, kRows, 2>(q, item.dim, keys + v, stride, out + v * W, ahead);
+  else if (vectors - v == 1) scores_tile<kKv, kRows, 1>(q, item.dim, keys + v, stride, out + v * W, ahead);
 }
 
 // sums[kRows] = sums * shrink + scores x values, positions [begin, end) of the tile
@@ -362,8 +364,10 @@ static void attend(const AttentionJob& job, const AttentionItem& work, float* sc
   const int last_position = item.first_position + work.count - 1;
   const int lowest = job.window && item.first_position >= job.window ? item.first_position - job.window + 1 : 0;
   if (work.partial) item.state = state_at(work.partial, rows, job.dim);
-  else begin_total(job, work, total);
   const int first = work.partial ? work.chunk : lowest / kChunk, last = work.partial ? first : last_position / kChunk;
+  // one chunk and no sinks: what it has seen is the total, as merging it into nothing would make it
+  const bool alone = !work.partial && first == last && !job.sinks;
+  if (!work.partial && !alone) begin_total(job, work, total);
   for (int chunk = first; chunk <= last; ++chunk) {
     clear(item.state, rows, job.dim);
     const int from = lowest > chunk * kChunk ? lowest : chunk * kChunk;
@@ -372,9 +376,9 @@ static void attend(const AttentionJob& job, const AttentionItem& work, float* sc
       const int begin = from > start ? from - start : 0, end = to - start < kTile ? to - start : kTile;
       attend_tile<kKv>(item, start, begin, end, last_position + 1);
     }
-    if (!work.partial) merge(total, item.state, rows, job.dim);
+    if (!work.partial && !alone) merge(total, item.state, rows, job.dim);
   }
-  if (!work.partial) write_out(job, work, total);
+  if (!work.partial) write_out(job, work, alone ? item.state : total);
 }
 
 static void attention(const AttentionJob& job, const AttentionItem& work, float* scratch) {
