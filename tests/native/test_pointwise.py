@@ -109,3 +109,16 @@ def test_other_types_go_to_the_reference(path: str) -> None:
     x, weight = normal(4, 6).astype(np.float64), normal(6).astype(np.float64)
     np.testing.assert_array_equal(ops.rms_norm(x, weight, 1e-5), ops.rms_norm.reference(x, weight, 1e-5))
     np.testing.assert_array_equal(ops.silu_mul(x), ops.silu_mul.reference(x))
+
+
+@pytest.mark.parametrize(("first", "count"), [(0, 1), (3, 6), (1, 257), (0, 9000), (40, 49152)])
+def test_noise_has_the_bits_of_the_reference(path: str, first: int, count: int) -> None:
+    ids = np.arange(first, first + count, dtype=np.int64)
+    positions, choices = np.array([0, 5, 8191, 2**31 - 1]), np.array([0, 1, 127, 3])
+    seeds = np.array([0, -1, 2**63 - 1, -(2**40)], np.int64)
+    found = ops.gumbel_noise(ids, positions, seeds, choices)
+    np.testing.assert_array_equal(found, ops.gumbel_noise.reference(ids, positions, seeds, choices))
+    pairs = np.stack([ids, ids, ids[::-1], ids])
+    np.testing.assert_array_equal(
+        ops.gumbel_noise(pairs, positions, seeds, choices), ops.gumbel_noise.reference(pairs, positions, seeds, choices)
+    )

@@ -47,6 +47,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
         [_POINTER, _SIZE, _SIZE, _INT, _INT, _POINTER, _POINTER, _SIZE, _POINTER, _SIZE, _SIZE, _INT, _INT],
     ),
     "gated": (None, [_INT, _POINTER, _SIZE, _POINTER, _SIZE, _INT, _INT]),
+    "uniforms": (None, [ctypes.c_int64, _INT, _POINTER, _POINTER, _POINTER, _INT, _POINTER]),
     "elementwise": (None, [_INT, _POINTER, _SIZE, _POINTER, _SIZE, _FLOAT, _POINTER, _SIZE, _INT, _INT]),
     "attention": (None, [_POINTER, _POINTER, _SIZE, _POINTER, _SIZE, _POINTER, _INT, _INT]),
 }

@@ -200,3 +200,25 @@ def _add(x: np.ndarray, y: np.ndarray, out: np.ndarray | None = None) -> np.ndar
     if not _rows(out, x, y):
         return _reference(ops.add)(x, y, out=out)
     return _elementwise(_ADD, x, y, 0.0, out)
+
+
+@ops.gumbel_noise.variant("native")
+def _gumbel_noise(token_ids: np.ndarray, positions: np.ndarray, seeds: np.ndarray, choices: np.ndarray) -> np.ndarray:
+    """The very bits of the reference: uniform numbers are exact, and the logarithms are numpy's in both."""
+    counters = (positions, seeds, choices)
+    if (
+        not all(isinstance(each, np.ndarray) for each in (token_ids, *counters))
+        or token_ids.ndim != 1
+        or not len(token_ids)
+    ):
+        return _reference(ops.gumbel_noise)(token_ids, positions, seeds, choices)
+    unrecordable()  # this is no part of a forward pass
+    positions, seeds, choices = (np.ascontiguousarray(each, np.int64) for each in counters)
+    first, count = int(token_ids[0]), len(token_ids)
+    blocks = ((first + count - 1) >> 2) - (first >> 2) + 1
+    numbers = np.empty((len(positions), 4 * blocks), np.float32)
+    library().uniforms(
+        first >> 2, blocks, address(positions), address(seeds), address(choices), len(positions), address(numbers)
+    )
+    uniform = numbers[:, first & 3 : (first & 3) + count]
+    return -np.log(-np.log(uniform))

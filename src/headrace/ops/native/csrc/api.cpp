@@ -322,6 +322,22 @@ EXPORT void headrace_gated(int kind, const float* x, ptrdiff_t x_stride, float* 
   });
 }
 
+// Numbers in (0, 1), out [rows][4 * blocks]: see `uniforms` in pointwise.h.
+EXPORT void headrace_uniforms(int64_t first, int blocks, const int64_t* positions, const int64_t* seeds,
+                              const int64_t* choices, int rows, float* out) {
+  constexpr int kPiece = 2048;  // blocks, a multiple of what goes at a time
+  const int pieces = (blocks + kPiece - 1) / kPiece;
+  ranges(int64_t{rows} * pieces, int64_t{rows} * blocks * 16, [&](int64_t begin, int64_t end) {
+    for (int64_t item = begin; item < end; ++item) {
+      const int64_t row = item / pieces, start = item % pieces * kPiece;
+      const int count = static_cast<int>(blocks - start < kPiece ? blocks - start : kPiece);
+      kernels->uniforms(static_cast<uint32_t>(first + start), count, static_cast<uint32_t>(positions[row]),
+                        static_cast<uint32_t>(choices[row]), static_cast<uint32_t>(seeds[row]),
+                        static_cast<uint32_t>(static_cast<uint64_t>(seeds[row]) >> 32), out + (row * blocks + start) * 4);
+    }
+  });
+}
+
 // Rows of `size` numbers, each by itself: x * value, value * tanh(x / value), or x + y (pointwise.h).
 EXPORT void headrace_elementwise(int kind, const float* x, ptrdiff_t x_stride, const float* y, ptrdiff_t y_stride,
                                  float value, float* out, ptrdiff_t out_stride, int rows, int size) {

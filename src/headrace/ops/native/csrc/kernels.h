@@ -118,6 +118,7 @@ struct Kernels {
   void (*rope)(const float* x, const float* cos, const float* sin, float* out, int half, int dim);
   // kind 0: silu, 1: gelu (tanh form), 2: gelu, 3: GPT-OSS's clamped one
   void (*gated)(int kind, const float* x, float* out, int half);
+  void (*uniforms)(uint32_t first, int blocks, uint32_t position, uint32_t choice, uint32_t low, uint32_t high, float* out);
   void (*elementwise)(int kind, const float* x, const float* y, float value, float* out, int size);
   void (*attention)(const AttentionJob& job, const AttentionItem& item, float* scratch);
   size_t (*attention_scratch)(const AttentionJob& job);  // floats

@@ -45,6 +45,7 @@ const Kernels* kernels(const char* name) {
   table.rope = rope;
   table.gated = gated;
   table.elementwise = elementwise;
+  table.uniforms = uniforms;
   table.attention = attention;
   table.attention_scratch = attention_scratch;
   table.attention_partial = attention_partial;

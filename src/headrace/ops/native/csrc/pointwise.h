@@ -104,3 +104,32 @@ static void elementwise(int kind, const float* x, const float* y, float value, f
     store_n(out + k, kind == 0 ? mul(a, v) : kind == 1 ? mul(v, tanh(div(a, v))) : add(a, load_n(y + k, n)), n);
   }
 }
+
+// Philox4x32-10 (Salmon et al., SC 2011): numbers in (0, 1) from blocks first .. first + blocks - 1 under a key and the rest
+// of the counter, four each, as ops/noise.py defines them. Plain loops over lanes, which the compiler turns into vectors.
+static void uniforms(uint32_t first, int blocks, uint32_t position, uint32_t choice, uint32_t low, uint32_t high,
+                     float* out) {
+  constexpr int kLanes = 64;
+  for (int start = 0; start < blocks; start += kLanes) {
+    uint32_t c0[kLanes], c1[kLanes], c2[kLanes], c3[kLanes];
+    for (int l = 0; l < kLanes; ++l) {
+      c0[l] = first + static_cast<uint32_t>(start + l);
+      c1[l] = position, c2[l] = choice, c3[l] = 0;
+    }
+    uint32_t k0 = low, k1 = high;
+    for (int round = 0; round < 10; ++round, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u)
+      for (int l = 0; l < kLanes; ++l) {
+        const uint64_t p0 = uint64_t{c0[l]} * 0xD2511F53u, p1 = uint64_t{c2[l]} * 0xCD9E8D57u;
+        c0[l] = static_cast<uint32_t>(p1 >> 32) ^ c1[l] ^ k0;
+        c2[l] = static_cast<uint32_t>(p0 >> 32) ^ c3[l] ^ k1;
+        c1[l] = static_cast<uint32_t>(p1), c3[l] = static_cast<uint32_t>(p0);
+      }
+    const int count = blocks - start < kLanes ? blocks - start : kLanes;
+    float* to = out + 4 * static_cast<ptrdiff_t>(start);
+    const auto unit = [](uint32_t bits) { return static_cast<float>(static_cast<int32_t>(bits >> 9)) * 0x1p-23f + 0x1p-24f; };
+    for (int l = 0; l < count; ++l) {
+      to[4 * l] = unit(c0[l]), to[4 * l + 1] = unit(c1[l]);
+      to[4 * l + 2] = unit(c2[l]), to[4 * l + 3] = unit(c3[l]);
+    }
+  }
+}
