@@ -206,3 +206,22 @@ def _timed(call, clock):
     start = clock()
     call()
     return clock() - start
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_the_kth_largest_and_its_equals(library: str) -> None:
+    import torch
+
+    from headrace.sampling.stages import _at_least_kth
+
+    rng = np.random.default_rng(0)
+    for size in (1, 5, 300):
+        values = rng.integers(-6, 1, size).astype(np.float32)  # many equals
+        values[rng.random(size) < 0.2] = -np.inf
+        for k in (0, 1, 2, size - 1, size, size + 5):
+            given = values if library == "numpy" else torch.from_numpy(values)
+            found = np.sort(np.asarray(_at_least_kth(given, k)))
+            ordered = np.sort(values)
+            expected = ordered[ordered >= ordered[-k]] if 0 < k < size else ordered
+            np.testing.assert_array_equal(found, expected)
+    assert not len(_at_least_kth(np.full(4, np.nan, np.float32), 2))

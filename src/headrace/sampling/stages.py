@@ -151,11 +151,10 @@ class Truncation:
             top_k, top_p = int(batch.table.top_k[row]), float(batch.table.top_p[row])
             values = logits[index]
             if 0 < top_k < values.shape[0] or top_p < 1:
-                ordered = xp.flip(xp.sort(values))
-                if ordered[0] != 0:  # -inf or NaN: there is nothing to draw from, which the sampler will say
+                ordered = xp.flip(xp.sort(_at_least_kth(values, top_k)))
+                # -inf or NaN: there is nothing to draw from, which the sampler will say
+                if not ordered.shape[0] or ordered[0] != 0:
                     continue
-                if 0 < top_k < values.shape[0]:
-                    ordered = ordered[ordered >= ordered[top_k - 1]]
                 if top_p < 1:
                     # the smallest prefix whose share reaches p: as many as have less than p before them; summed in
                     # float64, since a float32 sum over a vocabulary would move the cut
@@ -168,6 +167,17 @@ class Truncation:
                 values = xp.where(values < xp.log(xp.asarray(min_p, dtype=values.dtype)), -xp.inf, values)
             logits[index] = values
         return logits
+
+
+def _at_least_kth(values: Array, k: int) -> Array:
+    """Those of values [V] that are as large as the k-th largest, in any order; all of them where k is 0 or >= V.
+
+    Sorting these few takes a quarter of the time of sorting a vocabulary.
+    """
+    if not 0 < k < values.shape[0]:
+        return values
+    kth = np.partition(values, -k)[-k] if isinstance(values, np.ndarray) else values.topk(k).values[-1]
+    return values[values >= kth]
 
 
 def _ban(logits: Array, index: int, ids: Iterable[int]) -> None:
