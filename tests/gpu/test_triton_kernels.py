@@ -233,6 +233,14 @@ def test_decode_attention_with_norms_of_heads(random, dtype, tolerance, device):
     assert all(close(got, wanted.float(), tolerance) for got, wanted in zip(case.cache, cache, strict=True))
 
 
+def test_decode_attention_of_queries_rotated_before(random, dtype, tolerance, device):
+    case = Case(9, 3, 64, 0, None, False, [1] * 5, random, dtype, device)
+    space = decode.DecodeSpace.create(8, case.shape, device)
+    decode.plan_items(case.paged, case.shape, 0, space)
+    decode.decode_attention(case.q, case.cache, case.paged, case.shape, case.scores, space, case.out)
+    assert close(case.out, case.want, tolerance)
+
+
 def test_padding_rows_are_left_alone(random, dtype, tolerance, device):
     case = Case(4, 2, 32, 0, None, False, [1] * 5, random, dtype, device)
     given, *_ = projected(case, 1, random, dtype, device)

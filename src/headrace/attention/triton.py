@@ -9,7 +9,7 @@ import torch
 
 from headrace.attention.base import AttentionCaps, LayerAttention
 from headrace.core.kv_layout import KVGroup
-from headrace.ops.triton.decode import DecodeSpace, Projected, decode_attention, plan_items
+from headrace.ops.triton.decode import FUSED_ROWS, DecodeSpace, Projected, decode_attention, plan_items
 from headrace.ops.triton.paged import HeadShape, PagedRows, Scores
 from headrace.ops.triton.prefill import prefill_attention
 from headrace.ops.triton.rotate import HeadNorms, rotate_and_write
@@ -93,18 +93,21 @@ class TritonAttention:
         scores = Scores(layer.scale, layer.soft_cap, layer.window or 0, layer.sinks)
         (cos, sin), decodes, tokens = angles, meta.num_decodes, meta.slots.shape[0]
         out = qkv.new_empty((tokens, shape.num_heads * shape.head_dim), dtype=cache[0].dtype)
-        if decodes:
-            first = replace(meta.paged, rows=meta.paged.rows[:decodes])
+        first = replace(meta.paged, rows=meta.paged.rows[:decodes])
+        fused = decodes <= FUSED_ROWS
+        if decodes and fused:
             decode_attention(Projected(qkv, cos, sin, norms), cache, first, shape, scores, meta.space, out)
-        if decodes == tokens:
+        if decodes == tokens and fused:
             return out
-        q, rest = torch.empty_like(out), slice(decodes, None)
+        q, rest = torch.empty_like(out), slice(decodes if fused else 0, None)
         kv_size = shape.num_kv_heads * shape.head_dim
         keys = q.new_empty((tokens, kv_size)) if meta.alone else None
         rotate_and_write(
             qkv[..., rest, :], shape, cos[rest], sin[rest], cache, meta.slots[rest], q[rest], norms,
             None if keys is None else keys[rest],
         )  # fmt: skip
+        if decodes and not fused:
+            decode_attention(q, cache, first, shape, scores, meta.space, out)
         if meta.tiles is not None:
             prefill_attention(q, cache, meta.paged, meta.tiles, shape, scores, out)
         if keys is not None:

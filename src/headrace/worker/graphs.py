@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-AT_START = 32  # rows up to which graphs are captured before the first request, where they save the most
+AT_START = 16  # rows up to which graphs are captured before the first request, where they save the most
 HITS_TO_CAPTURE = 2
 
 

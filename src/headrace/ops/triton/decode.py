@@ -17,7 +17,7 @@ import triton.language as tl
 
 from headrace.ops.triton.paged import HeadShape, PagedRows, Scores, num_stages
 from headrace.ops.triton.rotate import HeadNorms
-from headrace.ops.triton.runtime import INTERPRETED, launch_options, num_processors, power_of_two
+from headrace.ops.triton.runtime import INTERPRETED, kernel, launch_options, num_processors, power_of_two
 
 STEP = 64 if INTERPRETED else 128  # keys that a program takes at a time
 LEAST = 64 if INTERPRETED else 256  # keys of an item: cutting finer costs more in adding up than it saves
@@ -27,7 +27,7 @@ LEAST = 64 if INTERPRETED else 256  # keys of an item: cutting finer costs more 
 ITEM = 8
 
 
-@triton.jit
+@kernel
 def _plan_items(
     seq_lens, query_start, rows, num_rows, target, least, window, items, counts,
     WIDTH: tl.constexpr, STEP: tl.constexpr, ITEM: tl.constexpr, PDL: tl.constexpr,
@@ -82,13 +82,14 @@ def _rotated(
     return value * cosine + tl.where(index < HALF, -other, other) * sine
 
 
-@triton.jit
+@kernel
 def _decode(
     qkv, cos, sin, q_weight, k_weight, key_pages, value_pages, out, block_tables, items, counts,
     part_out, part_norm, arrived, sinks, part_stride, token_stride, table_stride, eps, scale, cap, window,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
-    HALF: tl.constexpr, PARTS: tl.constexpr, NORM: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr,
-    ITEM: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
+    HALF: tl.constexpr, PARTS: tl.constexpr, NORM: tl.constexpr, FUSED: tl.constexpr, TILE: tl.constexpr,
+    STEP: tl.constexpr, ITEM: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     item, head = tl.program_id(0), tl.program_id(1)
     shared: tl.constexpr = HEADS // KV_HEADS
@@ -113,21 +114,25 @@ def _decode(
         inside = known[:, None] & (index < DIM)
         turned = known[:, None] & (index < 2 * HALF)
         partner = tl.where(index < HALF, index + HALF, tl.where(index < 2 * HALF, index - HALF, index))
-        angle = token * HALF + tl.where(index < HALF, index, index - HALF)
-        cosine = tl.load(cos + angle, mask=index < 2 * HALF, other=1.0)
-        sine = tl.load(sin + angle, mask=index < 2 * HALF, other=0.0)
         source = qkv + token * token_stride
-        tile = _rotated(
-            source + q_head[:, None] * DIM, part_stride, q_weight, cosine, sine, index, partner, inside, turned, eps,
-            DIM, PARTS, NORM, HALF,
-        ).to(key_pages.dtype.element_ty)  # fmt: skip
+        if FUSED:
+            angle = token * HALF + tl.where(index < HALF, index, index - HALF)
+            cosine = tl.load(cos + angle, mask=index < 2 * HALF, other=1.0)
+            sine = tl.load(sin + angle, mask=index < 2 * HALF, other=0.0)
+            tile = _rotated(
+                source + q_head[:, None] * DIM, part_stride, q_weight, cosine, sine, index, partner, inside, turned,
+                eps, DIM, PARTS, NORM, HALF,
+            ).to(key_pages.dtype.element_ty)  # fmt: skip
+        else:
+            tile = tl.load(source + q_head[:, None] * DIM + index, mask=inside, other=0.0)
         best = tl.full((TILE,), float("-inf"), tl.float32)
         norm = tl.zeros((TILE,), tl.float32)
         sums = tl.zeros((TILE, WIDTH), tl.float32)
         newest = length - 1
-        for at in tl.range(first, tl.minimum(last, newest), STEP):
+        end = tl.minimum(last, newest) if FUSED else last
+        for at in tl.range(first, end, STEP):
             key = at + tl.arange(0, STEP)
-            real = (key < last) & (key < newest)
+            real = key < end
             block = tl.load(table + key // PAGE, mask=real, other=0).to(tl.int64)
             place = ((block * KV_HEADS + head) * PAGE + key % PAGE) * DIM
             take = real[:, None] & (index < DIM)
@@ -146,30 +151,31 @@ def _decode(
             norm = norm * fade + tl.sum(weight, axis=1)
             sums = sums * fade[:, None] + tl.dot(weight.to(values.dtype), values, input_precision="ieee")
             best = higher
-        if last == length:  # this item has the new key
-            own = tl.arange(0, 1)[:, None]  # one head, as a matrix
-            new_key = _rotated(
-                source + (HEADS + head + own) * DIM, part_stride, k_weight, cosine, sine, index, partner,
-                (own == 0) & (index < DIM), (own == 0) & (index < 2 * HALF), eps, DIM, PARTS, NORM, HALF,
-            ).to(key_pages.dtype.element_ty)  # fmt: skip
-            there = source + (HEADS + KV_HEADS + head + own) * DIM + index
-            value = tl.load(there, mask=index < DIM, other=0.0).to(tl.float32)
-            for part in tl.static_range(1, PARTS):
-                value += tl.load(there + part * part_stride, mask=index < DIM, other=0.0).to(tl.float32)
-            new_value = value.to(value_pages.dtype.element_ty)
-            block = tl.load(table + newest // PAGE).to(tl.int64)
-            place = ((block * KV_HEADS + head) * PAGE + newest % PAGE) * DIM + index
-            tl.store(key_pages + place, new_key, mask=index < DIM)
-            tl.store(value_pages + place, new_value, mask=index < DIM)
-            alone = tl.sum(tile.to(tl.float32) * new_key.to(tl.float32), axis=1) * scale
-            if CAP:
-                alone = cap * (2.0 / (1.0 + tl.exp(-2.0 * alone / cap)) - 1.0)
-            alone = alone * 1.4426950408889634
-            higher = tl.maximum(best, alone)
-            fade, weight = tl.exp2(best - higher), tl.exp2(alone - higher)
-            norm = norm * fade + weight
-            sums = sums * fade[:, None] + weight[:, None] * new_value.to(tl.float32)
-            best = higher
+        if FUSED:  # noqa: SIM102  (a constant of the kernel: what follows it may not exist)
+            if last == length:  # this item has the new key
+                own = tl.arange(0, 1)[:, None]  # one head, as a matrix
+                new_key = _rotated(
+                    source + (HEADS + head + own) * DIM, part_stride, k_weight, cosine, sine, index, partner,
+                    (own == 0) & (index < DIM), (own == 0) & (index < 2 * HALF), eps, DIM, PARTS, NORM, HALF,
+                ).to(key_pages.dtype.element_ty)  # fmt: skip
+                there = source + (HEADS + KV_HEADS + head + own) * DIM + index
+                value = tl.load(there, mask=index < DIM, other=0.0).to(tl.float32)
+                for part in tl.static_range(1, PARTS):
+                    value += tl.load(there + part * part_stride, mask=index < DIM, other=0.0).to(tl.float32)
+                new_value = value.to(value_pages.dtype.element_ty)
+                block = tl.load(table + newest // PAGE).to(tl.int64)
+                place = ((block * KV_HEADS + head) * PAGE + newest % PAGE) * DIM + index
+                tl.store(key_pages + place, new_key, mask=index < DIM)
+                tl.store(value_pages + place, new_value, mask=index < DIM)
+                alone = tl.sum(tile.to(tl.float32) * new_key.to(tl.float32), axis=1) * scale
+                if CAP:
+                    alone = cap * (2.0 / (1.0 + tl.exp(-2.0 * alone / cap)) - 1.0)
+                alone = alone * 1.4426950408889634
+                higher = tl.maximum(best, alone)
+                fade, weight = tl.exp2(best - higher), tl.exp2(alone - higher)
+                norm = norm * fade + weight
+                sums = sums * fade[:, None] + weight[:, None] * new_value.to(tl.float32)
+                best = higher
         target = out + token * (HEADS * DIM) + q_head[:, None] * DIM + index
         if SINKS:
             sink = tl.load(sinks + q_head, mask=known, other=0.0) * 1.4426950408889634
@@ -271,8 +277,11 @@ class Projected:
     norms: HeadNorms | None = None
 
 
+FUSED_ROWS = 64  # up to so many rows a launch less is worth more than the work that programs of one head repeat
+
+
 def decode_attention(
-    projected: Projected,
+    given: Projected | torch.Tensor,
     cache: tuple[torch.Tensor, torch.Tensor],
     paged: PagedRows,
     shape: HeadShape,
@@ -280,16 +289,20 @@ def decode_attention(
     space: DecodeSpace,
     out: torch.Tensor,
 ) -> None:
-    """Writes the new keys and values and attends, for rows of one token: `out` [T, heads * D]; `space` as `plan_items`
-    left it."""
+    """Attends, for rows of one token: `out` [T, heads * D]; `space` as `plan_items` left it.
+
+    `given` a projection, writes the new keys and values; given q [T, heads * D], rotated, finds them in their pages.
+    """
+    fused = isinstance(given, Projected)
+    projected = given if isinstance(given, Projected) else Projected(given, space.norms, space.norms)
     qkv, cos, norms = projected.qkv, projected.cos, projected.norms
     key_pages, value_pages = cache
     count = paged.rows.shape[0]
     parts = qkv.shape[0] if qkv.ndim == 3 else 1
     width = power_of_two(shape.head_dim, 16)
-    # few rows: one program a processor, that keeps much in flight; many: several that take turns
+    # few rows: one program a processor, that keeps much in flight; many: several, of which one begins while others read
     deep = shape.head_dim == 128 and count <= 64
-    step = STEP if width * key_pages.element_size() <= 256 else STEP // 2
+    step = STEP if width * key_pages.element_size() <= (256 if count <= 64 else 128) else STEP // 2
     _decode[(count + target_items(shape), shape.num_kv_heads)](
         qkv, cos, projected.sin, cos if norms is None else norms.q, cos if norms is None else norms.k,
         key_pages, value_pages, out, paged.block_tables, space.items, space.counts, space.outputs, space.norms,
@@ -297,7 +310,8 @@ def decode_attention(
         qkv.stride(0) if parts > 1 else 0, qkv.stride(-2), paged.block_tables.stride(0),
         0.0 if norms is None else norms.eps, scores.scale, scores.soft_cap or 1.0, scores.window,
         HEADS=shape.num_heads, KV_HEADS=shape.num_kv_heads, DIM=shape.head_dim, WIDTH=width,
-        PAGE=key_pages.shape[2], HALF=cos.shape[1], PARTS=parts, NORM=norms is not None, TILE=_tile(shape), STEP=step,
+        PAGE=key_pages.shape[2], HALF=cos.shape[1] if fused else 0, PARTS=parts, NORM=norms is not None, FUSED=fused,
+        TILE=_tile(shape), STEP=step,
         ITEM=ITEM, CAP=scores.soft_cap is not None, WINDOW=scores.window > 0, SINKS=scores.sinks is not None,
         **launch_options(8 if deep else 4, num_stages(3 if deep else 2, step, width, key_pages)),
     )  # fmt: skip

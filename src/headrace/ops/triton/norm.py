@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
 from headrace import ops
-from headrace.ops.triton.runtime import RUNTIME, launch_options, power_of_two
+from headrace.ops.triton.runtime import RUNTIME, kernel, launch_options, power_of_two
 
 
-@triton.jit
+@kernel
 def _norm(
     x, weight, residual, out,
     x_part, x_token, x_head, out_token, out_head, num_heads, size, eps,

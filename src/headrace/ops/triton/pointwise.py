@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from headrace import ops
-from headrace.ops.triton.runtime import RUNTIME, launch_options, power_of_two
+from headrace.ops.triton.runtime import RUNTIME, kernel, launch_options, power_of_two
 
 _BLOCK = 1024
 SILU, GELU_TANH, GELU = 0, 1, 2
@@ -25,7 +25,7 @@ def gated(gate, up, KIND: tl.constexpr):
     return 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476)) * up
 
 
-@triton.jit
+@kernel
 def _gated_mul(x, out, x_token, inner, KIND: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -38,7 +38,7 @@ def _gated_mul(x, out, x_token, inner, KIND: tl.constexpr, BLOCK: tl.constexpr, 
     tl.store(out + token * inner + index, gated(gate, up, KIND).to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@kernel
 def _embedding(ids, weight, out, size, factor, BLOCK: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

@@ -4,16 +4,15 @@ in the pages, the query heads that share a key head packed into one tile."""
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
 from headrace.ops.triton.paged import HeadShape, PagedRows, Scores, num_stages
-from headrace.ops.triton.runtime import INTERPRETED, launch_options, power_of_two
+from headrace.ops.triton.runtime import INTERPRETED, kernel, launch_options, power_of_two
 
 STEP = 64  # keys that a program takes at a time
 
 
-@triton.jit
+@kernel
 def _prefill(
     q, key_pages, value_pages, out, block_tables, rows, query_start, seq_lens, tile_span, tile_first, sinks,
     table_stride, scale, cap, window,

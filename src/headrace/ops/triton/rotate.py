@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from headrace.ops.triton.paged import HeadShape
-from headrace.ops.triton.runtime import launch_options, power_of_two
+from headrace.ops.triton.runtime import kernel, launch_options, power_of_two
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class HeadNorms:
     eps: float
 
 
-@triton.jit
+@kernel
 def _rotate_and_write(
     qkv, q_out, k_out, key_pages, value_pages, slots, cos, sin, q_weight, k_weight,
     part_stride, token_stride, half, eps,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
+import triton
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
@@ -54,3 +56,59 @@ def num_processors() -> int:
 def power_of_two(count: int, least: int = 1) -> int:
     """The smallest power of two that is at least `count` and `least`."""
     return 1 << (max(count, least) - 1).bit_length()
+
+
+class Kernel:
+    """A Triton kernel whose calls cost the host little: Triton's own call works out anew each time, for tens of
+    microseconds, which of its compiled variants fits; here a call is recognised by what decides that.
+
+    Called as any Triton kernel, kernel[grid](*arguments, **constants): first all arguments, in order, then the
+    constants by name.
+    """
+
+    def __init__(self, function: Callable[..., None], do_not_specialize: tuple[str, ...] = ()):
+        self.jit = triton.jit(function, do_not_specialize=list(do_not_specialize))
+        self._names = list(self.jit.arg_names)
+        self._plain = {self._names.index(name) for name in do_not_specialize}
+        self._compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        if INTERPRETED:
+            return self.jit[grid]
+
+        def call(*arguments: Any, **constants: Any) -> None:
+            self._call((*grid, 1, 1)[:3], arguments, constants)
+
+        return call
+
+    def _call(self, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
+        key = (*map(_variant, arguments), *constants.values())
+        if self._plain:
+            key = (
+                *(type(a) if i in self._plain else _variant(a) for i, a in enumerate(arguments)),
+                *constants.values(),
+            )
+        found = self._compiled.get(key)
+        if found is None:
+            compiled = self.jit[grid](*arguments, **constants)
+            values = tuple(constants[name] for name in self._names[len(arguments) :])
+            self._compiled[key] = compiled, values
+            return
+        compiled, values = found
+        stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
+        compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments, *values)
+
+
+def _variant(argument: Any) -> Any:
+    """What Triton specialises on: a tensor's dtype and alignment, whether an integer is 1 or a multiple of 16 and how
+    wide it is."""
+    if isinstance(argument, torch.Tensor):
+        return argument.dtype, argument.data_ptr() % 16 == 0
+    if isinstance(argument, int):
+        return 1 if argument == 1 else (argument % 16 == 0, -(2**31) <= argument < 2**31)
+    return type(argument)
+
+
+def kernel(function: Callable[..., None]) -> Kernel:
+    """Decorator: make a Triton kernel of a function."""
+    return Kernel(function)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from headrace.ops.triton.pointwise import gated
-from headrace.ops.triton.runtime import INTERPRETED, launch_options, num_processors, power_of_two
+from headrace.ops.triton.runtime import INTERPRETED, kernel, launch_options, num_processors, power_of_two
 
 MAX_TOKENS = 64  # more are served better by the library's products
 
@@ -31,7 +31,7 @@ class Tile:
     warps: int = 4
 
 
-@triton.jit
+@kernel
 def _linear(
     weight, x, bias, out, num_tokens, rows, inner, x_token, out_part, out_token,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, INNER: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
@@ -70,7 +70,7 @@ def _linear(
     tl.store(target, sums.to(out.dtype.element_ty), mask=known & inside)
 
 
-@triton.jit
+@kernel
 def _gated_linear(
     weight, x, bias, out, num_tokens, rows, inner, x_token, out_token,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, INNER: tl.constexpr, STAGES: tl.constexpr, KIND: tl.constexpr,
@@ -122,9 +122,8 @@ def _inner_step(inner: int, widest: int) -> int:
 
 # (tokens, rows, inner) where an H200 was measurably faster with another tile than the rule below gives
 _MEASURED = {
-    (16, 6144, 4096): Tile(64, 64, 2, 6),
+    (16, 6144, 4096): Tile(64, 64, 4, 6),
     (32, 6144, 4096): Tile(64, 64, 2, 6),
-    (16, 4096, 4096): Tile(64, 256, 2, 4),
 }
 
 
@@ -135,12 +134,15 @@ def choose_tile(tokens: int, rows: int, inner: int, can_split: bool) -> Tile:
         return Tile(64, _inner_step(inner, 64), 2 if can_split and inner >= 128 else 1, 1)
     if can_split and (tokens, rows, inner) in _MEASURED:
         return _MEASURED[tokens, rows, inner]
-    wanted = 0.9 * num_processors() if tokens <= 16 else 0.68 * num_processors()  # programs
+    wanted = 1.36 * num_processors() if tokens <= 16 else 0.68 * num_processors()  # programs
     split = 1
     if can_split:
         while split < 4 and triton.cdiv(rows, 64) * split < wanted and inner // (2 * split) >= 384:
             split *= 2
-    return _tile(inner, split) if can_split else replace(_tile(inner, 1), stages=3)
+    if not can_split:
+        return replace(_tile(inner, 1), stages=3)
+    # with one stage less a program of the next product finds room beside those of this one and is there when they end
+    return replace(_tile(inner, split), stages=4) if tokens <= 16 else _tile(inner, split)
 
 
 @cache

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from headrace.ops.triton.runtime import launch_options, power_of_two
+from headrace.ops.triton.runtime import kernel, launch_options, power_of_two
 from headrace.ops.triton.thresholds import find_thresholds
 
 # words of a row's record; temperature, top_p and min_p are float32 bits, seed and choice are 64-bit in two words
@@ -22,7 +22,7 @@ KNOWN, COMPUTED, TEMPERATURE, TOP_K, TOP_P, MIN_P, SEED, CHOICE = 0, 1, 2, 3, 4,
 RECORD = 16
 
 
-@triton.jit
+@kernel
 def _patch(table, words, segments, BLOCK: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -44,7 +44,7 @@ def patch(table: torch.Tensor, words: torch.Tensor, segments: torch.Tensor) -> N
         _patch[(segments.shape[0],)](table, words, segments, BLOCK=256, **launch_options(num_warps=2))
 
 
-@triton.jit
+@kernel
 def _build(
     table, rows, query_start, num_rows, tokens_at, blocks_at, tokens_stride, blocks_stride, group_stride, num_groups,
     token_ids, positions, seq_lens, slots, slots_stride,
@@ -74,7 +74,7 @@ def _build(
         tl.store(slots + group * slots_stride + start + index, slot, mask=mask)
 
 
-@triton.jit
+@kernel
 def _chunk_best(
     logits, values, tokens, vocab, chunk, num_chunks, table, rows, spans, bounds, thresholds,
     RECORD: tl.constexpr, TEMPERATURE: tl.constexpr, SEED: tl.constexpr, CHOICE: tl.constexpr, KNOWN: tl.constexpr,
@@ -130,7 +130,7 @@ def _chunk_best(
     tl.store(tokens + line * num_chunks + piece, winner)
 
 
-@triton.jit
+@kernel
 def _best_of_chunks(values, tokens, bounds, num_chunks, WIDTH: tl.constexpr, PDL: tl.constexpr):
     line = tl.program_id(0)
     if PDL:
@@ -141,7 +141,7 @@ def _best_of_chunks(values, tokens, bounds, num_chunks, WIDTH: tl.constexpr, PDL
     tl.store(bounds + line, tl.max(value, axis=0))
 
 
-@triton.jit
+@kernel
 def _commit(
     table, rows, query_start, num_rows, line_of, greedy_values, greedy_tokens, warm_values, warm_tokens, num_chunks,
     tokens_at, tokens_stride, limit, drawn,

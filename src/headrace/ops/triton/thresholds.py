@@ -9,11 +9,13 @@ fixed order: the same threshold every time. As in sampling/stages.py, tokens as 
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
 
-from headrace.ops.triton.runtime import launch_options, power_of_two
+from headrace.ops.triton.runtime import Kernel, kernel, launch_options, power_of_two
 
 _PASSES = 8  # of four bits: bits of float32 without the sign
 _CHUNK = 4096  # tokens of a program
@@ -33,7 +35,7 @@ def _digit(partial, states, wanted, line, num_lines, num_chunks, step, CHUNKS: t
     return prefix + (digit << (28 - 4 * step))
 
 
-@triton.jit(do_not_specialize=["step"])
+@partial(Kernel, do_not_specialize=("step",))
 def _count(
     logits, bounds, cuts, partial, states, wanted, vocab, num_lines, num_chunks, step, table, rows, spans,
     RECORD: tl.constexpr, TEMPERATURE: tl.constexpr, LIMIT: tl.constexpr, KIND: tl.constexpr,
@@ -65,7 +67,7 @@ def _count(
         # the last key that a digit lets in; 15 of the first pass lets everything in
         last = prefix + (digit << (28 - 4 * step)) + ((1 << (28 - 4 * step)) - 1)
         last = tl.where((step == 0) & (digit >= 8), 2147483647, last)
-        sums = tl.zeros((16,), tl.float64)
+        sums = tl.zeros((16,), tl.float64)  # a block's in float32, blocks in float64
         for at in tl.range(piece * CHUNK, tl.minimum((piece + 1) * CHUNK, vocab), BLOCK):
             token = at + tl.arange(0, BLOCK)
             inside = token < vocab
@@ -76,12 +78,12 @@ def _count(
                 sums += tl.sum(below.to(tl.int32), axis=0).to(tl.float64)
             else:
                 mass = tl.where(value >= cut, tl.exp(value), 0.0)
-                sums += tl.sum(tl.where(below, mass[:, None], 0.0).to(tl.float64), axis=0)
+                sums += tl.sum(tl.where(below, mass[:, None], 0.0), axis=0).to(tl.float64)
         place = (((step % 2) * num_lines + line) * num_chunks + piece) * 16
         tl.store(partial + place + digit, sums)
 
 
-@triton.jit
+@kernel
 def _aim(
     partial, wanted, num_lines, num_chunks, table, rows, spans,
     RECORD: tl.constexpr, LIMIT: tl.constexpr, KIND: tl.constexpr, CHUNKS: tl.constexpr, PDL: tl.constexpr,
@@ -100,7 +102,7 @@ def _aim(
         tl.store(wanted + line, tl.sum(parts, axis=0) * limit.to(tl.float32, bitcast=True).to(tl.float64))
 
 
-@triton.jit
+@kernel
 def _settle(
     cuts, partial, states, wanted, vocab, num_lines, num_chunks, table, rows, spans,
     RECORD: tl.constexpr, TEMPERATURE: tl.constexpr, LIMIT: tl.constexpr, MIN_P: tl.constexpr, KIND: tl.constexpr,
