@@ -1,6 +1,6 @@
-"""Speculation by look-up against plain decoding, on the default model, in turns in one run.
+"""Speculation against plain decoding, in turns in one run: look-ups on the default model, each kind of work.
 
-    .venv/bin/python bench/speculation.py [--json bench/results/cpu/speculation.json]
+    .venv/bin/python bench/speculation.py [--proposers ngram suffix auto] [--json bench/results/cpu/speculation.json]
 
 Greedy, one request at a time, prompt already in the prefix cache, so that decoding is what is timed. The tokens of all
 sides are compared: a difference ends the run.
@@ -15,7 +15,7 @@ from headrace import LLM, SamplingParams
 from headrace.bench.measure import median
 from headrace.bench.results import Row, write_results
 
-CODE = '''def add(a, b):
+CODE = """def add(a, b):
     return a + b
 
 def subtract(a, b):
@@ -28,7 +28,7 @@ def divide(a, b):
     if b == 0:
         raise ZeroDivisionError("division by zero")
     return a / b
-'''
+"""
 RECORDS = '[{"name": "Ada", "year": 1815}, {"name": "Alan", "year": 1912}, {"name": "Grace", "year": 1906}]'
 WORK = {
     "code-edit": [
@@ -56,40 +56,43 @@ def run(llm: LLM, prompt: list[int]) -> tuple[float, list[int]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--proposers", nargs="+", default=["ngram", "suffix", "auto"])
     parser.add_argument("--json", default="bench/results/cpu/speculation.json")
     parser.add_argument("--runs", type=int, default=5)
     arguments = parser.parse_args()
-    plain, drafting = LLM(), LLM(speculate="ngram")
+    plain = LLM()
+    # what past outputs teach would make every turn but the first a quotation: here a request has its own text only
+    alone = {"ngram": {}, "suffix": {"suffix_tokens": 0}, "auto": {"suffix_tokens": 0}}
+    sides = {name: LLM(speculate=name, **alone[name]) for name in arguments.proposers}
     rows = []
-    for name, texts in WORK.items():
+    for work, texts in WORK.items():
         prompts = [plain.render([{"role": "user", "content": text}]) for text in texts]
-        ours: list[float] = []
-        theirs: list[float] = []
+        rates: dict[str, list[float]] = {name: [] for name in ("off", *sides)}
         for turn in range(arguments.runs + 1):
-            rates = []
-            for llm in (plain, drafting):
+            expected: list[list[int]] = []
+            for name, llm in {"off": plain, **sides}.items():
                 results = [run(llm, prompt) for prompt in prompts]
-                rates.append(sum(len(tokens) for _, tokens in results) / sum(seconds for seconds, _ in results))
-                if llm is plain:
-                    expected = [tokens for _, tokens in results]
-                elif [tokens for _, tokens in results] != expected:
-                    raise SystemExit(f"{name}: speculation changed the text")
-            if turn:  # the first is a warm-up
-                theirs.append(rates[0])
-                ours.append(rates[1])
-        rows.append(
-            Row(
-                f"smollm2-135m q4_1 {plain.engine.config.mode} speculate ngram {name} batch 1",
-                "tok/s",
-                "higher",
-                median(ours),
-                median(theirs),
-                "headrace without speculation",
-                runs=arguments.runs,
-                target=TARGETS[name],
+                tokens = [each for _, each in results]
+                if name == "off":
+                    expected = tokens
+                elif tokens != expected:
+                    raise SystemExit(f"{work}: {name} changed the text")
+                if turn:  # the first is a warm-up
+                    rates[name].append(sum(map(len, tokens)) / sum(seconds for seconds, _ in results))
+        for name in sides:
+            rows.append(
+                Row(
+                    f"smollm2-135m q4_1 {plain.engine.config.mode} speculate {name} {work} batch 1",
+                    "tok/s",
+                    "higher",
+                    median(rates[name]),
+                    median(rates["off"]),
+                    "headrace without speculation",
+                    runs=arguments.runs,
+                    target=TARGETS[work],
+                )
             )
-        )
-        print(rows[-1].line())
+            print(rows[-1].line())
     write_results(arguments.json, "speculation", rows)
 
 

@@ -49,7 +49,8 @@ RUNNING: dict[str, dict[str, Any]] = {
     "priorities": {"scheduling": "priority"},
     "latency objectives": {"itl_slo": 0.001, "ttft_slo": 0.5},
     "speculation": {"speculate": "ngram", "num_draft_tokens": 4},
-    "automatic speculation": {"speculate": "ngram"},
+    "suffix decoding": {"speculate": "suffix", "num_draft_tokens": 4},
+    "automatic speculation": {"speculate": "auto"},
 }
 MODELS: dict[str, dict[str, Any]] = {"sliding window": {"window": 9}}
 ARITHMETIC: dict[str, dict[str, Any]] = {"int8 KV cache": {"kv_dtype": "int8"}}  # the same alone and together

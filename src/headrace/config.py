@@ -14,6 +14,8 @@ from typing import Any, Literal
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
 DTYPES = ("bfloat16", "float16", "float32")
+PROPOSERS = ("suffix", "ngram")  # in the order in which they are asked
+SPECULATE = ("off", "auto", *PROPOSERS)
 
 _MOST = 2**31 - 1
 _MOST_BYTES = 2**60
@@ -26,6 +28,7 @@ _RANGES = {
     "num_threads": (1, _MOST),
     "steps_in_flight": (1, 3),
     "num_draft_tokens": (1, 64),
+    "suffix_tokens": (0, 2**28),
 }
 
 
@@ -69,8 +72,13 @@ class EngineArgs:
     scheduling: Literal["fcfs", "priority"] = option("fcfs", "order in which waiting requests are admitted")
     num_threads: int | None = option(None, "processor threads of the native kernels; none: all this process may use")
     attention_backend: str | None = option(None, "attention kernels to use instead of the selector's choice")
-    speculate: Literal["off", "ngram"] = option("off", "draft tokens and verify them together: ngram looks the text up")
+    speculate: Literal["off", "auto", "suffix", "ngram"] = option(
+        "off",
+        "draft tokens and verify them together: ngram and suffix look the text up (suffix also in past outputs), auto "
+        "takes for each request what pays most",
+    )
     num_draft_tokens: int | None = option(None, "verify always so many drafts; none: as many as the cost model advises")
+    suffix_tokens: int | None = option(None, "tokens of past outputs that suffix searches; 0: none")
     steps_in_flight: int | None = option(None, "steps started before the first one's result is read (1 to 3)")
     ttft_slo: float | None = option(
         None, "milliseconds within which first tokens should come; a prompt that would be late gets larger chunks"
@@ -119,7 +127,9 @@ class EngineArgs:
             parse_bytes(self.kv_cache, 1 << 60, "kv_cache")  # what is wrong with it is said before a model is loaded
         parse_bytes(self.gpu_memory, 1 << 60, "gpu_memory")
         if self.num_draft_tokens is not None and self.speculate == "off":
-            raise ConfigError("num_draft_tokens needs a way to draft; give speculate=ngram too")
+            raise ConfigError("num_draft_tokens needs a way to draft; give speculate=auto too")
+        if self.suffix_tokens is not None and self.speculate not in ("auto", "suffix"):
+            raise ConfigError("suffix_tokens is for suffix decoding; give speculate=suffix or auto too")
         for name, allowed in (
             ("mode", ("auto", "default", "exact")),
             ("device", ("auto", "cpu", "cuda")),
@@ -127,7 +137,7 @@ class EngineArgs:
             ("scheduling", ("fcfs", "priority")),
             ("kv_dtype", ("auto", "fp32", "bf16", "int8")),
             ("quantize", ("none", "q8", "q4")),
-            ("speculate", ("off", "ngram")),
+            ("speculate", SPECULATE),
         ):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} must be one of {', '.join(allowed)}, not {_shown(getattr(self, name))}")
@@ -146,7 +156,7 @@ class EngineConfig:
     num_blocks: int
     prefix_caching: bool
     scheduling: str
-    speculate: str
+    proposers: tuple[str, ...]  # of drafts, in the order in which they are asked; none: no speculation
     max_draft_tokens: int
     fixed_depth: bool  # verify all drafts; else as many as the cost model finds to pay
     steps_in_flight: int
@@ -155,6 +165,7 @@ class EngineConfig:
     device: str = "cpu"
     dtype: str = "float32"
     quantize: str = "none"
+    suffix_tokens: int = 0
     graphs: bool = False
     ttft_slo: float | None = None  # seconds
     itl_slo: float | None = None  # seconds

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from headrace.config import ConfigError, EngineArgs, EngineConfig, parse_bytes
+from headrace.config import PROPOSERS, ConfigError, EngineArgs, EngineConfig, parse_bytes
 from headrace.core.kv_layout import KVGroup, KVLayout
 from headrace.device.cpu import CpuFacts
 from headrace.device.cuda import GpuFacts
@@ -19,7 +19,8 @@ _DEFAULT_LEN = 8192
 _DEFAULT_BLOCK = 16
 _KV_SHARE = 0.3
 _KV_NAMES = {"fp32": "float32", "bf16": "bfloat16", "int8": "int8"}
-_MOST_DRAFTS = 8
+_MOST_DRAFTS = 16
+_SUFFIX_TOKENS = 1 << 18  # 5 MiB
 _GRAPH_BYTES = 1 << 30  # of GPU memory, kept for graphs and the library's workspaces
 
 
@@ -126,6 +127,12 @@ def _gpu(args: EngineArgs, spec: ModelSpec, gpu: GpuFacts, num_weights: int, dty
     )
 
 
+def _proposers(args: EngineArgs) -> tuple[str, ...]:
+    if args.speculate == "off":
+        return ()
+    return PROPOSERS if args.speculate == "auto" else (args.speculate,)
+
+
 def resolve(
     args: EngineArgs, spec: ModelSpec, facts: CpuFacts, gpu: GpuFacts | None = None, num_weights: int = 0
 ) -> tuple[EngineConfig, KVLayout, list[Choice]]:
@@ -226,13 +233,18 @@ def resolve(
         if args.prefix_caching
         else Choice("prefix_caching", "False", "as asked")
     )
-    if args.speculate != "off":
+    proposers = _proposers(args)
+    if proposers:
         depth_reason = "as asked" if args.num_draft_tokens else "each step verifies what the cost model finds to pay"
         choices.append(Choice("num_draft_tokens", str(args.num_draft_tokens or f"up to {_MOST_DRAFTS}"), depth_reason))
+        if args.speculate == "auto":
+            reason = "for each request and step what pays most, or nothing"
+            choices.append(Choice("speculate", ", ".join(proposers), reason))
     if args.quantize != "none":
         choices.append(Choice("quantize", args.quantize, "as asked"))
     config = EngineConfig(
         quantize=args.quantize,
+        suffix_tokens=_SUFFIX_TOKENS if args.suffix_tokens is None else args.suffix_tokens,
         mode=mode,
         max_model_len=max_len,
         max_num_seqs=seqs,
@@ -242,7 +254,7 @@ def resolve(
         num_blocks=num_blocks,
         prefix_caching=args.prefix_caching,
         scheduling=args.scheduling,
-        speculate=args.speculate,
+        proposers=proposers,
         max_draft_tokens=args.num_draft_tokens or _MOST_DRAFTS,
         fixed_depth=args.num_draft_tokens is not None,
         steps_in_flight=depth,

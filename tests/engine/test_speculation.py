@@ -6,8 +6,10 @@ import pytest
 from headrace import LLM, SamplingParams
 from headrace.autopilot.depth import AutoDepth, expected_tokens
 from headrace.config import ConfigError
+from headrace.core.plan import Admit
 from headrace.core.request import Request
 from headrace.spec.base import DraftContext
+from headrace.spec.combined import CombinedProposer
 from headrace.spec.ngram import NgramProposer
 from tiny import write_tiny_llama
 
@@ -23,13 +25,15 @@ def tokens(outputs):
     return [[choice.token_ids for choice in output.outputs] for output in outputs]
 
 
+ADMIT = Admit(0, "a", [1], 1, 0, GREEDY, 0, 0, frozenset())
 PROMPTS = [[65, 66, 67] * 6, list(range(30, 60)), [80, 81] * 10, [90]]
 
 
+@pytest.mark.parametrize("speculate", ["ngram", "suffix", "auto"])
 @pytest.mark.parametrize("options", [{}, {"num_draft_tokens": 3}, {"num_draft_tokens": 8, "steps_in_flight": 3}])
-def test_text_is_the_same_and_drafts_are_accepted(folder, options):
+def test_text_is_the_same_and_drafts_are_accepted(folder, options, speculate):
     params = [GREEDY, GREEDY.with_(temperature=0.7, seed=3), GREEDY.with_(repetition_penalty=1.2), GREEDY.with_(n=1)]
-    with LLM(folder) as plain, LLM(folder, speculate="ngram", **options) as drafting:
+    with LLM(folder) as plain, LLM(folder, speculate=speculate, **options) as drafting:
         for each in params:
             expected, found = plain.generate(PROMPTS, each), drafting.generate(PROMPTS, each)
             assert tokens(found) == tokens(expected)
@@ -49,7 +53,12 @@ def test_a_request_can_decline(folder):
 
 
 def test_bad_options_are_refused(folder):
-    for options in ({"num_draft_tokens": 4}, {"speculate": "ngram", "num_draft_tokens": 0}, {"speculate": "magic"}):
+    for options in (
+        {"num_draft_tokens": 4},
+        {"speculate": "ngram", "num_draft_tokens": 0},
+        {"speculate": "magic"},
+        {"suffix_tokens": 9},
+    ):
         with pytest.raises(ConfigError):
             LLM(folder, **options)
 
@@ -61,24 +70,38 @@ def propose(proposer, text, limit=8):
     return [] if drafts is None else [t for t in drafts.tokens[0].tolist() if t >= 0]
 
 
+class Failing(NgramProposer):
+    def propose(self, context):
+        raise RuntimeError("out of ideas")
+
+
+def test_a_proposer_that_fails_is_left_out(caplog):
+    proposer = CombinedProposer([("bad", Failing(4)), ("ngram", NgramProposer(4))])
+    proposer.admit([ADMIT])
+    assert propose(proposer, [7, 8, 7, 8, 7, 8]) == [7, 8, 7, 8]
+    assert propose(proposer, [7, 8, 7, 8, 7, 8]) == [7, 8, 7, 8]
+    assert proposer.dropped() == ("bad",) and proposer.dropped() == ()
+    assert [record.message.count("out of ideas") for record in caplog.records] == [1], "said once"
+
+
 def test_ngrams_continue_what_came_before():
     proposer = NgramProposer(4)
-    proposer.admit([0])
+    proposer.admit([ADMIT])
     assert propose(proposer, [1, 2, 3, 4, 5, 6]) == []
     assert propose(proposer, [1, 2, 3, 4, 5, 6, 2, 3]) == [4, 5, 6, 2]
     assert propose(proposer, [1, 2, 3, 4, 5, 6, 2, 3], limit=1) == [4]
     assert propose(proposer, [1, 2, 3, 4, 5, 6, 2, 3], limit=0) == []
-    proposer.admit([0])  # another sequence in the row: what the first one held is forgotten
+    proposer.admit([ADMIT])  # another sequence in the row: what the first one held is forgotten
     assert propose(proposer, [9, 9, 2, 3]) == []
-    proposer.admit([0])
+    proposer.admit([ADMIT])
     assert propose(proposer, [7, 8, 7, 8, 7, 8]) == [7, 8, 7, 8], "a loop goes on"
 
 
 def test_the_latest_and_longest_match_decides():
     proposer = NgramProposer(2)
-    proposer.admit([0])
+    proposer.admit([ADMIT])
     assert propose(proposer, [1, 2, 3, 50, 51, 2, 3, 60, 61, 2, 3]) == [60, 61]
-    proposer.admit([0])
+    proposer.admit([ADMIT])
     assert propose(proposer, [1, 2, 3, 50, 51, 9, 2, 3, 60, 61, 1, 2, 3]) == [50, 51]
 
 
@@ -99,7 +122,7 @@ class Tokens:
 
 def depth_of(share, acceptance, num_rows=1):
     request = Request("a", [1], GREEDY, max_new_tokens=9)
-    request.acceptance = acceptance
+    request.acceptance[0] = acceptance
     return AutoDepth(Linear(share), Tokens(), 8).depth(request, 8, num_rows)
 
 
@@ -118,9 +141,9 @@ def test_acceptance_is_learnt_and_bad_luck_is_forgiven():
     request = Request("a", [1], GREEDY, max_new_tokens=9)
     for _ in range(60):
         policy.observe(request, 4, 0)
-    assert request.acceptance < 0.05 and policy.depth(request, 4, 1) == 0
+    assert request.acceptance[0] < 0.05 and policy.depth(request, 4, 1) == 0
     waited = next(step for step in range(1000) if policy.depth(request, 4, 1))
     assert 5 < waited < 200
     for _ in range(60):
         policy.observe(request, 4, 4)
-    assert request.acceptance > 0.95
+    assert request.acceptance[0] > 0.95

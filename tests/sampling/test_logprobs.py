@@ -19,7 +19,7 @@ from headrace.executor.inproc import InProcessExecutor
 from headrace.sampling.logprobs import SLICE, token_logprobs
 from headrace.sampling.params import SamplingParams
 from headrace.sampling.sampler import DAMAGED, Sampler
-from headrace.spec.base import NullProposer
+from headrace.spec.combined import CombinedProposer
 from headrace.worker.runner import ModelRunner
 from headrace.worker.table import RequestTable
 
@@ -141,7 +141,7 @@ def make_core(num_blocks=64, budget=16, seqs=4, depth=1):
     cache = SimpleNamespace(layout=SimpleNamespace(groups=(), block_size=BLOCK), copy_blocks=lambda copies: None)
     table = RequestTable(seqs, MAX_LEN, 1, BLOCK)
     model = FakeModel()
-    runner = ModelRunner(model, cache, table, None, Sampler(), NullProposer())
+    runner = ModelRunner(model, cache, table, None, Sampler(), CombinedProposer([]))
     worker = SimpleNamespace(execute=runner.execute, stop=lambda: None)
     layout = KVLayout((KVGroup((0,), 1, 8),), BLOCK, num_blocks)
     scheduler = Scheduler(SchedulerLimits(seqs, budget, MAX_LEN), KVCacheManager(layout))

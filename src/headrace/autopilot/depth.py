@@ -1,24 +1,38 @@
-"""AutoDepth: verify as many drafts as pay, judged by the cost model and by how the request's drafts have fared.
+"""AutoDepth: as many drafts as pay, by the proposer that pays most, or none.
 
-With independent acceptance a, k drafts bring (1 - a^(k+1)) / (1 - a) tokens in expectation (Leviathan et al. 2023,
-equation 1), and cost the step the predicted time of k more tokens. Of all depths the one with the most tokens per
-second for the whole step is taken, so a depth that pays alone may be refused when many requests share the step.
+With independent acceptance a, k drafts bring E = (1 - a^(k+1)) / (1 - a) tokens in expectation (Leviathan et al. 2023,
+equation 1). With R decoding requests, n of which have drafts, a step brings R + n (E - 1) tokens and takes
+
+    T(R + n k) + k c(n)     T: the cost model's prediction for so many tokens; c: a pass of the drafting network, if any
+
+Of all depths k and proposers that with the most tokens per second for the whole step is taken, so what pays alone may
+be refused when many requests share the step. Acceptance is estimated per request and proposer; a request's first
+estimate is that of the requests before it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
 import numpy as np
 
+from headrace.core.drafting import Spans, allows
+from headrace.core.plan import DraftPass
 from headrace.core.request import Request
 from headrace.ledger.cost import CostModel
 from headrace.ledger.work import WorkModel
 
-_PRIOR = 0.7  # acceptance assumed of a request's first drafts: optimism costs a few steps, pessimism would never try
-_MEMORY = 0.9  # weight of the past against one more verified draft
+_PRIOR = 0.7  # acceptance assumed of the first drafts of all: optimism costs a few steps, pessimism would never try
+_MEMORY = 0.9  # weight of the past against one more verified draft of a request
+_LONG_MEMORY = 0.99  # the same of all requests together
 _FORGET = 0.02  # per step without verification the estimate moves this far back to the prior, so that it is tried again
-_MARGIN = 1.02  # drafts must promise this much to be worth it: hysteresis against a noisy prediction
+_MARGIN, _MARGIN_OFF = 1.02, 1.05  # drafts must promise this much; more, where the request has none now: hysteresis
 _CONTEXT = 256  # tokens of context assumed; the difference between depths hardly depends on it
-_REFRESH = 64  # decisions between looks at the cost model
+_REFRESH = 512  # decisions between looks at the cost model
+_STEPS = 25  # acceptances are told apart by 1 / this
+_DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
+_SHARE_MEMORY = 0.8  # weight of the past in the share of requests that have drafts
 
 
 def expected_tokens(acceptance: float, depth: int) -> float:
@@ -28,44 +42,218 @@ def expected_tokens(acceptance: float, depth: int) -> float:
     return (1.0 - acceptance ** (depth + 1)) / (1.0 - acceptance)
 
 
+def break_even(depth: int, cost: float) -> float:
+    """The acceptance at which `depth` drafts bring what they cost: steps of `cost` times the time of a step without
+    drafts bring `cost` times the tokens. 1 where nothing is enough."""
+    low, high = 0.0, 1.0
+    if cost >= depth + 1:
+        return 1.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if expected_tokens(middle, depth) < cost else (low, middle)
+    return high
+
+
+class PassCost:
+    """Seconds of a pass of the drafting network: a prediction from its work, corrected by what passes take."""
+
+    def __init__(self, cost: CostModel, work: WorkModel):
+        self._cost = cost
+        self._work = work
+        self._factor = 1.0
+        self._known = 0
+
+    def seconds(self, num_rows: int) -> float:
+        return self._factor * self._roof(num_rows)
+
+    def observe(self, each: DraftPass) -> None:
+        """One pass was measured."""
+        ratio = each.seconds / self._roof(each.num_rows)
+        self._known += 1
+        weight = max(0.05, 1 / self._known)
+        self._factor += weight * (min(ratio, 4 * self._factor) - self._factor)  # a pause of the machine moves little
+
+    def _roof(self, num_rows: int) -> float:
+        spans = np.ones((4, num_rows), np.int32)
+        spans[1] = _CONTEXT
+        return self._cost.predict(self._work.work(spans, num_rows))
+
+
+class _Best(NamedTuple):
+    """The depth that pays most, and how much."""
+
+    depth: int
+    gain: float  # tokens per second, over those without drafts
+    told: tuple[str, ...]  # the depths looked at, in words
+
+
 class AutoDepth:
     """A `DraftPolicy` (core/drafting.py)."""
 
     speculates = True
 
-    def __init__(self, cost: CostModel, work: WorkModel, most: int):
+    def __init__(
+        self,
+        cost: CostModel,
+        work: WorkModel,
+        most: int,
+        proposers: Sequence[str] = ("ngram",),
+        networks: Mapping[str, PassCost] | None = None,
+    ):
+        """`proposers` in the order in which a worker asks them; of them `networks` take time to draft."""
         self._cost = cost
         self._work = work
         self._most = most
+        self._proposers = tuple(proposers)
+        self._networks = dict(networks or {})
+        self._prior = dict.fromkeys(range(len(self._proposers)), _PRIOR)
         self._seconds: dict[tuple[int, int], float] = {}  # (rows, drafts) -> predicted seconds
+        self._best: dict[tuple[bool, int, float, int, int], _Best] = {}  # with a network's cost, most, acceptance, n, R
+        self._passes: dict[int, float] = {}
         self._asked = 0
+        self._share = 0.5  # of the requests that decode: those with drafts to verify
+        self._chosen: list[tuple[int, int]] = []  # (proposer, drafts) of each request of the step being planned
+        self._last: _Best | None = None
+
+    # -- verifying what there is
 
     def depth(self, request: Request, available: int, num_rows: int) -> int:
+        source = request.draft_source
+        best = self._choose(source, self._acceptance(request, source), num_rows, available, drafted=True)
+        if not self._pays(request, best):
+            self._drift(request, source)
+            return 0
+        self._chosen.append((source, best.depth))
+        return best.depth
+
+    def _pays(self, request: Request, best: _Best) -> bool:
+        request.speculates = best.depth > 0 and best.gain > (_MARGIN if request.speculates else _MARGIN_OFF)
+        return request.speculates
+
+    def observe(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        source = request.draft_source
+        acceptance, prior = self._acceptance(request, source), self._prior[source]
+        for trial in range(min(num_accepted + 1, num_drafts)):  # drafts behind the first wrong one were not tried
+            acceptance += (1 - _MEMORY) * ((trial < num_accepted) - acceptance)
+            prior += (1 - _LONG_MEMORY) * ((trial < num_accepted) - prior)
+        request.acceptance[source], self._prior[source] = acceptance, prior
+
+    # -- what to draft next
+
+    def limits(self, spans: Spans, num_rows: int) -> np.ndarray | None:
+        if num_rows:
+            share = min(1.0, len(self._chosen) / num_rows)
+            self._share = _SHARE_MEMORY * self._share + (1 - _SHARE_MEMORY) * share
+        lone = len(self._proposers) == 1 and not self._networks
+        if lone and all(request.params.draft_method is None for request, _ in spans):
+            return None  # a look-up costs nothing: what of it is verified is decided then
+        columns = [self._limits_of(request, max(1, num_rows)) for request, _ in spans]
+        return np.array(columns, np.int32).reshape(-1, len(self._proposers)).T
+
+    def _limits_of(self, request: Request, num_rows: int) -> list[int]:
+        """The proposer that pays most, and behind a look-up, which may find nothing, the network if it pays too."""
+        limits = [0] * len(self._proposers)
+        gains = {}
+        for source, name in enumerate(self._proposers):
+            if not allows(request, name):
+                continue
+            best = self._choose(source, self._acceptance(request, source), num_rows, self._most, drafted=False)
+            gains[source] = best
+        if not gains:
+            return limits
+        first = max(gains, key=lambda source: gains[source].gain)
+        for source, best in gains.items():
+            network = self._proposers[source] in self._networks
+            if source == first and not network:
+                limits[source] = self._most
+            elif network and best.depth and best.gain > (_MARGIN if request.speculates else _MARGIN_OFF):
+                limits[source] = best.depth
+        if not any(limits):  # the network does not pay: then what costs nothing may be tried
+            for source in gains:
+                limits[source] = 0 if self._proposers[source] in self._networks else self._most
+        for source in gains:
+            if not limits[source]:
+                self._drift(request, source)
+        return limits
+
+    def decisions(self) -> list[tuple[str, ...]]:
+        chosen, self._chosen = self._chosen, []
+        best, self._last = self._last, None
+        if best is None:
+            return []
+        counts: dict[str, int] = {}
+        for source, depth in chosen:
+            counts[self._proposers[source]] = counts.get(self._proposers[source], 0) + depth
+        text = ", ".join(f"{count} by {name}" for name, count in counts.items()) or "none"
+        return [("drafts to verify", text, "tokens per second against a step without drafts", *best.told)]
+
+    def observe_passes(self, passes: Sequence[DraftPass]) -> None:
+        for network in self._networks.values():
+            for each in passes:
+                network.observe(each)
+
+    # -- accounts
+
+    def _acceptance(self, request: Request, source: int) -> float:
+        return request.acceptance.get(source, self._prior[source])
+
+    def _drift(self, request: Request, source: int) -> None:
+        acceptance = self._acceptance(request, source)
+        request.acceptance[source] = acceptance + _FORGET * (max(_PRIOR, self._prior[source]) - acceptance)
+
+    def _choose(self, source: int, acceptance: float, num_rows: int, most: int, drafted: bool) -> _Best:
+        """The best depth up to `most`; where the drafts exist already, their cost is no longer a matter of choice."""
+        drafting = _rounded(self._share * num_rows)
+        network = None if drafted else self._networks.get(self._proposers[source])
         self._asked += 1
         if self._asked % _REFRESH == 0:
-            self._seconds.clear()
-        acceptance = _PRIOR if request.acceptance is None else request.acceptance
-        plain = num_rows / self._predict(num_rows, 0)
-        best, best_rate = 0, plain * _MARGIN
-        for depth in range(1, min(available, self._most) + 1):
-            rate = (num_rows - 1 + expected_tokens(acceptance, depth)) / self._predict(num_rows, depth)
-            if rate > best_rate:
-                best, best_rate = depth, rate
-        if not best and request.acceptance is not None:
-            request.acceptance += _FORGET * (_PRIOR - request.acceptance)
-        return best
+            self._forget_costs()
+        rounded = round(acceptance * _STEPS) / _STEPS
+        key = (network is not None, most, rounded, drafting, num_rows)
+        found = self._best.get(key)
+        if found is None:
+            found = self._best[key] = self._search(rounded, num_rows, drafting, min(most, self._most), network)
+        self._last = found
+        return found
 
-    def _predict(self, num_rows: int, depth: int) -> float:
-        key = (num_rows, depth)
+    def _search(self, acceptance: float, num_rows: int, drafting: int, most: int, network: PassCost | None) -> _Best:
+        plain = num_rows / self._predict(num_rows, 0)
+        depth, gain, told = 0, 0.0, []
+        for each in (*(step for step in _DEPTHS if step < most), most):
+            seconds = self._predict(num_rows, drafting * each)
+            if network is not None:
+                seconds += each * self._pass_seconds(network, drafting)
+            rate = (num_rows + drafting * (expected_tokens(acceptance, each) - 1)) / seconds
+            told.append(f"{each}: {rate / plain:.2f}x")
+            if rate / plain > gain:
+                depth, gain = each, rate / plain
+        return _Best(depth, gain, (f"at acceptance {acceptance:.2f}", *told))
+
+    def _pass_seconds(self, network: PassCost, num_rows: int) -> float:
+        if num_rows not in self._passes:
+            self._passes[num_rows] = network.seconds(num_rows)
+        return self._passes[num_rows]
+
+    def _predict(self, num_rows: int, drafts: int) -> float:
+        key = (num_rows, drafts)
         if key not in self._seconds:
             spans = np.full((4, num_rows), 1, np.int32)
             spans[1] = _CONTEXT
-            spans[2, 0] += depth
-            self._seconds[key] = self._cost.predict(self._work.work(spans, num_rows + depth))
+            spans[2] += drafts // num_rows
+            spans[2, 0] += drafts % num_rows
+            self._seconds[key] = self._cost.predict(self._work.work(spans, num_rows + drafts))
         return self._seconds[key]
 
-    def observe(self, request: Request, num_drafts: int, num_accepted: int) -> None:
-        acceptance = _PRIOR if request.acceptance is None else request.acceptance
-        for trial in range(min(num_accepted + 1, num_drafts)):  # drafts behind the first wrong one were not tried
-            acceptance = _MEMORY * acceptance + (1 - _MEMORY) * (trial < num_accepted)
-        request.acceptance = acceptance
+    def _forget_costs(self) -> None:
+        self._seconds.clear()
+        self._best.clear()
+        self._passes.clear()
+
+
+def _rounded(number: float) -> int:
+    """A count of at least 1, to about a quarter of itself: few different counts, few predictions."""
+    count = max(1, round(number))
+    if count <= 4:
+        return count
+    unit = 1 << (count.bit_length() - 3)
+    return count // unit * unit

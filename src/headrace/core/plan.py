@@ -52,6 +52,7 @@ class Admit:
     choice: int  # which of the request's n choices
     stop_ids: frozenset[int]  # tokens that end it, banned while fewer than min_tokens came
     bad_words: BadWords | None = None  # resolved from params.bad_words
+    cache_salt: str | None = None  # what is remembered of it is for requests of the same salt
 
 
 class NewBlocks(NamedTuple):
@@ -84,6 +85,7 @@ class StepPlan:
     block_copies: tuple[tuple[int, int], ...] = ()  # (source block, destination block): copy-on-write
     released: tuple[int, ...] = ()  # rows whose requests ended or were preempted
     yields: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))  # bool [S]: the span reaches its row's end
+    draft_limits: np.ndarray | None = None  # int32 [P, S]: most drafts by each proposer after the span; None: no bound
 
     @property
     def rows(self) -> np.ndarray:
@@ -124,10 +126,18 @@ class StageTimes:
     forward: float = 0.0  # the model up to its last hidden states
     logits: float = 0.0  # output head
     sample: float = 0.0  # logits stages, sampling, verification, table update
+    draft: float = 0.0  # proposing tokens for the next step
 
     @property
     def total(self) -> float:
-        return self.prepare + self.forward + self.logits + self.sample
+        return self.prepare + self.forward + self.logits + self.sample + self.draft
+
+
+class DraftPass(NamedTuple):
+    """One pass of a drafting network, each of whose rows drafted one token."""
+
+    num_rows: int
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -138,6 +148,9 @@ class StepResult:
     tokens: list[list[int]]  # per span; [] where prefill is not finished; accepted drafts first
     num_accepted: list[int]  # per span: drafts accepted
     num_drafts: list[int] = field(default_factory=list)  # per span: drafts proposed for its next step; []: none
+    draft_sources: list[int] = field(default_factory=list)  # per span: by which proposer
+    draft_passes: tuple[DraftPass, ...] = ()
+    dropped: tuple[str, ...] = ()  # proposers that failed in this step and are not asked again
     candidates: dict[int, list[tuple[int, float]]] = field(default_factory=dict)  # span of a beam -> its best next
     # tokens with their log-probabilities after every stage, best first
     errors: dict[int, str] = field(default_factory=dict)  # span -> why it could not go on

@@ -39,7 +39,7 @@ class StepTrace:
     num_running: int = 0
     num_waiting: int = 0
     refusals: list[str] = field(default_factory=list)
-    decisions: list[tuple[str, str, str]] = field(default_factory=list)  # (what, chosen, reason)
+    decisions: list[tuple[str, ...]] = field(default_factory=list)  # (what, chosen, reason, alternatives ...)
     preempted: list[str] = field(default_factory=list)
     prefixes: list[PrefixUse] = field(default_factory=list)  # of the requests admitted for the first time
 
@@ -69,7 +69,13 @@ class PlanBuilder:
         request.num_in_flight += length
         request.num_pending += yields and request.runs_ahead
 
-    def build(self, forks: list[Fork], fork_blocks: list[NewBlocks], released: list[int]) -> StepPlan:
+    def build(
+        self,
+        forks: list[Fork],
+        fork_blocks: list[NewBlocks],
+        released: list[int],
+        draft_limits: np.ndarray | None = None,
+    ) -> StepPlan:
         """The plan, with what has happened to rows since the last one."""
         return StepPlan(
             self.step_id,
@@ -80,4 +86,5 @@ class PlanBuilder:
             block_copies=tuple(self.copies),
             released=tuple(released),
             yields=np.array(self.yields, bool),
+            draft_limits=draft_limits,
         )

@@ -67,7 +67,11 @@ class Request:
     num_pending: int = field(default=0, init=False)
     runs_ahead: bool = field(default=True, init=False)  # may be scheduled before its last step's tokens are known
     num_drafts: int = field(default=0, init=False)  # that the worker holds for its next step
-    acceptance: float | None = field(default=None, init=False)  # a draft policy's estimate
+    draft_source: int = field(default=0, init=False)  # which of the engine's proposers made them
+    acceptance: dict[int, float] = field(default_factory=dict, init=False)  # a draft policy's estimate, by proposer
+    speculates: bool = field(default=False, init=False)  # its last step had drafts to verify
+    drafts_verified: int = field(default=0, init=False)
+    drafts_accepted: int = field(default=0, init=False)
     scheduled_in: int = field(default=-1, init=False)  # the last step that got a span of it
     num_slots: int = field(default=0, init=False)  # tokens that the blocks held have room for
     num_preemptions: int = field(default=0, init=False)

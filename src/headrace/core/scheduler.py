@@ -160,7 +160,9 @@ class Scheduler:
         self.trace.prefixes = [use for use in self.trace.prefixes if self._requests[use.request_id].admitted]
         self._in_flight[self._next_step] = plan.requests
         self._next_step += 1
-        built = plan.build(self._forks, self._fork_blocks, self._released)
+        limits = self.drafting.limits(plan.requests, len(self.running))
+        built = plan.build(self._forks, self._fork_blocks, self._released, limits)
+        self.trace.decisions += self.drafting.decisions()
         self._released, self._forks, self._fork_blocks = [], [], []
         return built
 
@@ -319,6 +321,7 @@ class Scheduler:
                 choice=request.choice,
                 stop_ids=request.stop_ids,
                 bad_words=request.bad_words,
+                cache_salt=request.cache_salt,
             )
         )
         if not request.admitted and request.leader is None:  # neither a preempted one's return nor a fork is a hit
@@ -379,6 +382,8 @@ class Scheduler:
                     self.drafting.observe(request, num_drafts, result.num_accepted[index])
                 if result.num_drafts:
                     request.num_drafts = result.num_drafts[index]
+                if result.draft_sources:
+                    request.draft_source = result.draft_sources[index]
                 known = request.token_ids
                 if len(tokens) == 1 and tokens[0] not in request.stop_ids and len(known) + 1 < request.max_len:
                     known.append(tokens[0])  # what accept_tokens does, nearly always
@@ -395,6 +400,7 @@ class Scheduler:
             if request.finish_reason is not None and request.row >= 0:
                 self._end(request, request.finish_reason)
         self._committed = plan.step_id
+        self.drafting.observe_passes(result.draft_passes)
         return outputs
 
     def _decide(self, group: BeamGroup) -> list[TokenOutput]:

@@ -126,11 +126,12 @@ class Engine:
         self._closed = False
 
     def _draft_policy(self, work: WorkModel) -> DraftPolicy:
-        if self.config.speculate == "off":
+        config = self.config
+        if not config.proposers:
             return NoDrafts()
-        if self.config.fixed_depth or not self.config.ledger:  # without a ledger no cost is learnt
-            return FixedDepth(self.config.max_draft_tokens)
-        return AutoDepth(self.cost, work, self.config.max_draft_tokens)
+        if config.fixed_depth or not config.ledger:  # without a ledger no cost is learnt
+            return FixedDepth(config.max_draft_tokens, config.proposers)
+        return AutoDepth(self.cost, work, config.max_draft_tokens, config.proposers)
 
     def _pacing(self, work: WorkModel) -> Pacing:
         if self.config.itl_slo is None and self.config.ttft_slo is None:

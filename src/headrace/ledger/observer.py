@@ -54,8 +54,8 @@ class LedgerObserver:
         step.num_rows, step.num_waiting = trace.num_running, trace.num_waiting
         step.blocks_free, step.blocks_total = pool.num_free, pool.num_blocks
         step.refusals, step.preempted, step.prefixes = trace.refusals, trace.preempted, trace.prefixes
-        for what, chosen, reason in trace.decisions:
-            step.decide(what, chosen, (), reason)
+        for what, chosen, reason, *over in trace.decisions:
+            step.decide(what, chosen, over, reason)
         step.work = self._work.of_plan(plan)
         step.predicted = self.cost.predict(step.work)
         step.schedule = seconds
@@ -75,7 +75,7 @@ class LedgerObserver:
         step.total = now - max(began, self._last_commit)  # with steps in flight: what it added after the one before
         self._last_commit = now
         self._bills.step(plan, own, began, now)
-        self.cost.observe(step.work, step.total)
+        self.cost.observe(step.work, step.total - step.times.draft)  # drafting is predicted by itself
         self.ledger.finish(step)
         self._end(outputs, now)
 

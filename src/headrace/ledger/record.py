@@ -19,7 +19,7 @@ from headrace.ledger.work import StepWork
 
 Bound = Literal["host", "bandwidth", "compute"]
 BOUNDS: tuple[Bound, ...] = ("bandwidth", "compute", "host")
-STAGES = ("schedule", "prepare", "forward", "logits", "sample", "commit", "other")
+STAGES = ("schedule", "prepare", "forward", "logits", "sample", "draft", "commit", "other")
 NO_WORK, NO_TIMES = StepWork(), StageTimes()
 ROOF_SHARE = 0.5  # a step whose model stages take more than 1 / ROOF_SHARE times their lower bound is not at the roof
 
@@ -66,8 +66,8 @@ def judge(
 
     device  = forward + logits, the stages that run the model
     outside = the larger of the other stages' sum (`outside` + prepare + sample; `outside` holds schedule and commit)
-              and total - device, which also holds what no stage accounts for. `total` is the wall time that the step
-              added, so with steps in flight it is counted from the commit before it.
+              and total - device - draft, which also holds what no stage accounts for. `total` is the wall time that the
+              step added, so with steps in flight it is counted from the commit before it.
     bw      = bytes / read bandwidth, compute = FLOP / FLOP rate: lower bounds of device
 
     1. outside > device                    -> "host": the model waited for Python more than Python waited for it.
@@ -78,7 +78,7 @@ def judge(
     A step that ran no model is "host".
     """
     device = times.forward + times.logits
-    rest = max(outside + times.prepare + times.sample, total - device, 0.0)
+    rest = max(outside + times.prepare + times.sample, total - device - times.draft, 0.0)
     bandwidth = work.bytes_total / facts.read_bandwidth
     compute = work.flops_total / facts.flops
     bound: Bound
@@ -139,7 +139,10 @@ class StepRecord:
     def stages(self) -> tuple[float, ...]:
         """Seconds of each of `STAGES`."""
         times = self.times
-        return (self.schedule, times.prepare, times.forward, times.logits, times.sample, self.commit, self.other)
+        return (
+            self.schedule, times.prepare, times.forward, times.logits, times.sample, times.draft, self.commit,
+            self.other,
+        )  # fmt: skip
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, with the bound up front for whoever greps the file; `from_json` reverses it."""
@@ -164,7 +167,7 @@ class StepRecord:
             return cls(
                 **scalars,
                 work=StepWork(**{name: _number(work[name]) for name in StepWork._fields}),
-                times=StageTimes(**{name: _number(times[name]) for name in _TIMES}),
+                times=StageTimes(**{name: _number(times[name]) for name in _TIMES if name in times or name != "draft"}),
                 judgement=Judgement(judgement["bound"], *(_number(judgement[name]) for name in Judgement._fields[1:])),
                 decisions=tuple(
                     Decision(d["what"], d["chosen"], tuple(d["alternatives"]), d["reason"]) for d in value["decisions"]
@@ -177,7 +180,7 @@ class StepRecord:
             raise ValueError(f"not a step record: {type(error).__name__}: {error}") from None
 
 
-_TIMES = ("prepare", "forward", "logits", "sample")
+_TIMES = ("prepare", "forward", "logits", "sample", "draft")  # files of older versions have no "draft"
 _COMPOUND = {"work", "times", "judgement", "decisions", "refusals", "preempted", "prefixes"}
 _SCALARS = tuple(name for name in StepRecord.__dataclass_fields__ if name not in _COMPOUND)
 

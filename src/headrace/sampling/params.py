@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
-from headrace.config import option
+from headrace.config import PROPOSERS, option
 
 MAX_CHOICES = 128
 MAX_STOPS = 128
@@ -70,6 +70,9 @@ class SamplingParams:
     length_penalty: float = option(1.0, "beam search: scores are log-probability / length ** this")
     early_stopping: bool = option(False, "beam search: end as soon as beam_width sequences have ended")
     draft_tokens: int | None = option(None, "most tokens drafted at a time where the engine speculates; 0: none")
+    draft_method: str | None = option(
+        None, f"who drafts for this request ({', '.join(PROPOSERS)}), of those that the engine has; none: who pays most"
+    )
     max_tokens: int | None = option(None, "most tokens to generate; none: until the model's limit")
     min_tokens: int = option(0, "no end of sequence and no stop before this many tokens")
     stop: tuple[str, ...] = option((), "the text ends before the first of these strings")
@@ -111,6 +114,8 @@ class SamplingParams:
         ):
             if getattr(self, name) is not None:
                 _integer(name, getattr(self, name), low, high)
+        if self.draft_method is not None and self.draft_method not in PROPOSERS:
+            raise ValueError(f"draft_method must be one of {', '.join(PROPOSERS)}, not {_short(self.draft_method)}")
         _integer("n", self.n, 1, MAX_CHOICES)
         if self.best_of is not None and self.best_of < self.n:
             raise ValueError(f"best_of ({self.best_of}) is below n ({self.n})")

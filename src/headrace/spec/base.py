@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
+from headrace.core.plan import Admit
 from headrace.ops.xp import Array
+from headrace.sampling.state import SamplingTable
 
 
 @dataclass(frozen=True)
@@ -15,8 +18,9 @@ class Drafts:
     """Proposed tokens of R rows, to be verified in the next step."""
 
     tokens: np.ndarray  # int32 [R, K]; -1 pads
-    probs: Array | None = None  # float32 [R, K, V], for residual verification
+    probs: Array | None = None  # float32 [R, K, V]: what each draft was drawn from; None: it was certain
     tree: Array | None = None  # int32 [R, K] parent of each node; None: a chain
+    sources: np.ndarray | None = None  # int32 [R]  which of the engine's proposers; None: the only one
 
 
 @dataclass(frozen=True)
@@ -24,17 +28,24 @@ class DraftContext:
     """What a proposer may look at after a step has been sampled."""
 
     rows: np.ndarray  # int32 [R]  rows that may get drafts
-    token_ids: np.ndarray  # int32 [max rows, max length]  the request table's tokens
-    num_tokens: np.ndarray  # int32 [max rows]
+    token_ids: np.ndarray  # int32 [max rows, max length]  the request table's tokens; what lies behind the known ones
+    # of `rows` is the proposer's to write
+    num_tokens: np.ndarray  # int32 [max rows]  known tokens
     limits: list[int]  # most drafts that each of `rows` may get; 0: none
+    sampling: SamplingTable | None = None  # the rows' sampling settings, for drafts that are drawn
+    wanted: np.ndarray | None = None  # int32 [P, R]  most drafts by each proposer, as the plan says; None: no bound
     hidden: Array | None = None  # float [T, H], if the proposer needs it
 
 
 class Proposer(Protocol):
     """Guesses tokens ahead."""
 
-    def admit(self, rows: list[int]) -> None:
-        """These rows hold new sequences from now on."""
+    def admit(self, admits: Sequence[Admit]) -> None:
+        """The rows of `admits` hold these sequences from now on."""
+        ...
+
+    def release(self, rows: Sequence[int]) -> None:
+        """The sequences of these rows have ended, or lost their place."""
         ...
 
     def propose(self, context: DraftContext) -> Drafts | None:
@@ -42,11 +53,12 @@ class Proposer(Protocol):
         ...
 
 
-class NullProposer:
-    """Guesses nothing."""
-
-    def admit(self, rows: list[int]) -> None:
-        pass
-
-    def propose(self, context: DraftContext) -> Drafts | None:
+def padded(found: Sequence[Sequence[int]]) -> Drafts | None:
+    """Drafts of lists of tokens, one a row; None if all are empty."""
+    width = max(map(len, found), default=0)
+    if not width:
         return None
+    tokens = np.full((len(found), width), -1, np.int32)
+    for index, drafts in enumerate(found):
+        tokens[index, : len(drafts)] = drafts
+    return Drafts(tokens)

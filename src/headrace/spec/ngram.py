@@ -7,9 +7,10 @@ known the continuation repeats itself, as a loop does.
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Sequence
 
-from headrace.spec.base import DraftContext, Drafts
+from headrace.core.plan import Admit
+from headrace.spec.base import DraftContext, Drafts, padded
 
 LONGEST, SHORTEST = 5, 2  # tokens of an n-gram; single tokens match too often by chance
 
@@ -24,20 +25,20 @@ class NgramProposer:
         self._index: dict[int, dict[tuple[int, ...], int]] = {}  # row -> n-gram -> position after it
         self._indexed: dict[int, int] = {}  # row -> tokens whose n-grams are in the index
 
-    def admit(self, rows: list[int]) -> None:
+    def admit(self, admits: Sequence[Admit]) -> None:
+        for admit in admits:
+            self._index[admit.row] = {}
+            self._indexed[admit.row] = 0
+
+    def release(self, rows: Sequence[int]) -> None:
         for row in rows:
-            self._index[row] = {}
-            self._indexed[row] = 0
+            self._index.pop(row, None)
+            self._indexed.pop(row, None)
 
     def propose(self, context: DraftContext) -> Drafts | None:
-        found = [self._of_row(row, context, count) for row, count in zip(context.rows, context.limits, strict=True)]
-        width = max(map(len, found), default=0)
-        if not width:
-            return None
-        tokens = np.full((len(found), width), -1, np.int32)
-        for index, drafts in enumerate(found):
-            tokens[index, : len(drafts)] = drafts
-        return Drafts(tokens)
+        return padded(
+            [self._of_row(row, context, count) for row, count in zip(context.rows, context.limits, strict=True)]
+        )
 
     def _of_row(self, row: int, context: DraftContext, limit: int) -> list[int]:
         length, limit = int(context.num_tokens[row]), min(limit, self._num_tokens)

@@ -9,6 +9,7 @@ from headrace.core.kv_layout import KVLayout
 from headrace.layers.weights import Checkpoint
 from headrace.models.spec import ModelSpec
 from headrace.sampling.grammar import GrammarCompiler
+from headrace.worker.drafting import DraftSource
 from headrace.worker.worker import Worker
 
 if TYPE_CHECKING:
@@ -22,10 +23,11 @@ def make_worker(
     layout: KVLayout,
     attention_backend: str | None,
     grammars: GrammarCompiler,
+    draft: DraftSource | None = None,
 ) -> Worker | DeviceWorker:
     """See Worker; what needs torch is imported only for a GPU."""
     if config.device == "cpu":
-        return Worker(spec, checkpoint, config, layout, attention_backend, grammars)
+        return Worker(spec, checkpoint, config, layout, attention_backend, grammars, draft)
     from headrace.worker.device_worker import DeviceWorker
 
     return DeviceWorker(spec, checkpoint, config, layout, attention_backend, grammars)

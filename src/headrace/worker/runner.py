@@ -19,7 +19,8 @@ from headrace.ops.xp import Array
 from headrace.sampling.logprobs import SLICE, by_span, token_logprobs
 from headrace.sampling.sampler import DAMAGED, Sampler
 from headrace.sampling.state import SamplingBatch
-from headrace.spec.base import DraftContext, Proposer
+from headrace.spec.base import DraftContext
+from headrace.spec.combined import CombinedProposer
 from headrace.worker.batch import BatchBuilder, StepBatch
 from headrace.worker.kv_cache import KVCache
 from headrace.worker.recorded import RecordedLauncher
@@ -36,7 +37,7 @@ class ModelRunner:
         table: RequestTable,
         backend: AttentionBackend,
         sampler: Sampler,
-        proposer: Proposer,
+        proposer: CombinedProposer,
     ):
         self._model = model
         self._cache = cache
@@ -50,8 +51,9 @@ class ModelRunner:
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step to its end."""
         t0 = time.perf_counter()
+        self._proposer.release(plan.released)
         self._table.apply(plan)
-        self._proposer.admit([admit.row for admit in plan.admits])
+        self._proposer.admit(plan.admits)
         self._cache.copy_blocks(plan.block_copies)
         key = self._launcher.pick(plan.num_tokens, plan.num_spans, None)
         batch = self._builder.build(plan, key)
@@ -68,20 +70,20 @@ class ModelRunner:
         prompt_logprobs = self._prompt_logprobs(batch, hidden)
         damaged = {span: DAMAGED for span, entries in prompt_logprobs.items() if not all(entries)}
         self._table.commit(plan, sampled)
-        drafting = plan.rows[plan.yields]
-        limits = self._table.sampling.max_drafts[drafting].tolist()
-        context = DraftContext(drafting, self._table.token_ids, self._table.num_tokens, limits)
-        num_drafts = np.zeros(plan.num_spans, np.int32)
-        num_drafts[plan.yields] = self._table.hold_drafts(drafting, self._proposer.propose(context))
+        t4 = time.perf_counter()
+        num_drafts, sources = self._propose(plan)
         tokens = [row[:count] for row, count in zip(sampled.tokens.tolist(), sampled.counts.tolist(), strict=True)]
         return StepResult(
             plan.step_id,
             tokens=tokens,
             num_accepted=[max(0, len(each) - 1) for each in tokens],
-            num_drafts=num_drafts.tolist(),
+            num_drafts=num_drafts,
+            draft_sources=sources,
+            draft_passes=self._proposer.passes(),
+            dropped=self._proposer.dropped(),
             candidates=sampled.candidates,
             errors={**damaged, **sampled.errors},
-            times=StageTimes(t1 - t0, t2 - t1, t3 - t2, time.perf_counter() - t3),
+            times=StageTimes(t1 - t0, t2 - t1, t3 - t2, t4 - t3, time.perf_counter() - t4),
             logprobs=sampled.logprobs,
             prompt_logprobs=prompt_logprobs,
         )
@@ -94,6 +96,24 @@ class ModelRunner:
             return self._backend.run(q, k, v, self._cache.pages(layer), meta, layers[layer])
 
         return self._model.forward(batch.token_ids, batch.positions, attend)
+
+    def _propose(self, plan: StepPlan) -> tuple[list[int], list[int]]:
+        """Drafts for the next step: how many each span's row holds, and by which proposer."""
+        table, rows = self._table, plan.rows[plan.yields]
+        context = DraftContext(
+            rows,
+            table.token_ids,
+            table.num_tokens,
+            limits=table.sampling.max_drafts[rows].tolist(),
+            sampling=table.sampling,
+            wanted=None if plan.draft_limits is None else plan.draft_limits[:, plan.yields],
+        )
+        drafts = self._proposer.propose(context)
+        counts, sources = np.zeros((2, plan.num_spans), np.int32)
+        counts[plan.yields] = table.hold_drafts(rows, drafts)
+        if drafts is not None and drafts.sources is not None:
+            sources[plan.yields] = drafts.sources
+        return counts.tolist(), sources.tolist()
 
     def _prompt_logprobs(self, batch: StepBatch, hidden: Array) -> dict[int, list[TokenLogprobs]]:
         """By span, of the prompt tokens that follow its tokens, a slice at a time: a prompt's logits are large."""

@@ -13,8 +13,7 @@ from headrace.quant.cpu import bind_cpu
 from headrace.sampling.grammar import GrammarCompiler, GrammarTokens
 from headrace.sampling.sampler import Sampler
 from headrace.sampling.stages import default_stages
-from headrace.spec.base import NullProposer
-from headrace.spec.ngram import NgramProposer
+from headrace.worker.drafting import DraftSource, make_proposer
 from headrace.worker.kv_cache import KVCache
 from headrace.worker.runner import ModelRunner
 from headrace.worker.table import RequestTable
@@ -31,8 +30,9 @@ class Worker:
         layout: KVLayout,
         attention_backend: str | None = None,
         grammars: GrammarCompiler | None = None,
+        draft: DraftSource | None = None,
     ):
-        """Without `grammars` no request may have one."""
+        """Without `grammars` no request may have one. `draft`: the model that drafts, if the configuration has one."""
         scheme = bind_cpu(config.num_threads, int16=config.mode == "default", quantize=config.quantize)
         self.model = build_model(spec, WeightSource(checkpoint), scheme)
         backend, self.attention_refusals = select_backend(
@@ -45,7 +45,7 @@ class Worker:
             RequestTable(config.max_num_seqs, config.max_model_len, len(layout.groups), layout.block_size),
             backend,
             Sampler(default_stages([GrammarTokens(grammars)] if grammars is not None else [])),
-            NgramProposer(config.max_draft_tokens) if config.speculate == "ngram" else NullProposer(),
+            make_proposer(config, spec, grammars, draft),
         )
 
     def execute(self, plan: StepPlan) -> StepResult:

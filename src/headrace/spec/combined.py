@@ -1,0 +1,84 @@
+"""Several proposers as one: each row takes the drafts of the first that has any; one that fails is left out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from headrace.core.plan import Admit, DraftPass
+from headrace.spec.base import DraftContext, Drafts, Proposer
+
+_log = logging.getLogger(__name__)
+
+
+class CombinedProposer:
+    """A `Proposer` (spec/base.py) of others, which are asked in their order. What one raises never reaches the engine:
+    drafts are guesses, and a text without them is the same."""
+
+    def __init__(self, proposers: Sequence[tuple[str, Proposer]]):
+        """Pairs of a name and a proposer."""
+        self.names = tuple(name for name, _ in proposers)
+        self._proposers: dict[int, Proposer] = dict(enumerate(proposer for _, proposer in proposers))
+        self._dropped: list[str] = []  # since the last step was told of them
+
+    def admit(self, admits: Sequence[Admit]) -> None:
+        if admits:
+            for source, proposer in list(self._proposers.items()):
+                self._try(source, proposer.admit, admits)
+
+    def release(self, rows: Sequence[int]) -> None:
+        if rows:
+            for source, proposer in list(self._proposers.items()):
+                self._try(source, proposer.release, rows)
+
+    def propose(self, context: DraftContext) -> Drafts | None:
+        own = np.array(context.limits, np.int64)
+        found: list[tuple[int, Drafts]] = []
+        having = np.zeros(len(own), bool)
+        for source, proposer in list(self._proposers.items()):
+            limits = own if context.wanted is None else np.minimum(own, context.wanted[source])
+            # a row that has drafts is shown all the same, with a limit of 0: a look-up learns from its tokens
+            drafts = self._try(source, proposer.propose, replace(context, limits=(limits * ~having).tolist()))
+            if drafts is not None:
+                having |= drafts.tokens[:, 0] >= 0
+                found.append((source, drafts))
+        return _merged(found, len(own))
+
+    def passes(self) -> tuple[DraftPass, ...]:
+        """What networks took in the last call of `propose`."""
+        return tuple(each for proposer in self._proposers.values() for each in getattr(proposer, "last_passes", ()))
+
+    def dropped(self) -> tuple[str, ...]:
+        """Names of those that failed since this was asked last."""
+        names, self._dropped = self._dropped, []
+        return tuple(names)
+
+    def _try(self, source: int, call: Callable[[Any], Any], argument: Any) -> Any:
+        try:
+            return call(argument)
+        except Exception as error:
+            name = self.names[source]
+            _log.error("the proposer %s failed (%s) and drafts no more; requests go on without it", name, error)
+            del self._proposers[source]
+            self._dropped.append(name)
+            return None
+
+
+def _merged(found: Sequence[tuple[int, Drafts]], num_rows: int) -> Drafts | None:
+    """One table of the drafts of several, whose rows do not overlap."""
+    if not found:
+        return None
+    width = max(drafts.tokens.shape[1] for _, drafts in found)
+    tokens = np.full((num_rows, width), -1, np.int32)
+    sources = np.zeros(num_rows, np.int32)
+    probs = None
+    for source, drafts in found:
+        rows = drafts.tokens[:, 0] >= 0
+        tokens[rows, : drafts.tokens.shape[1]] = drafts.tokens[rows]
+        sources[rows] = source
+        probs = drafts.probs if drafts.probs is not None else probs  # of the one network; others are certain
+    return Drafts(tokens, probs, sources=sources)
