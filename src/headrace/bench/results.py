@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import subprocess
+import sys
 import time
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
@@ -56,8 +57,12 @@ def environment(*packages: str) -> dict[str, Any]:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             versions[name] = "not installed"
+    hardware: dict[str, Any] = {"cpu": cpu_name(), "threads": cpu.num_threads, "memory_bytes": cpu.total_memory}
+    torch = sys.modules.get("torch")  # what was measured had it imported, if it ran on a GPU
+    if torch is not None and torch.cuda.is_available():
+        hardware["gpu"] = torch.cuda.get_device_name(0)
     return {
-        "hardware": {"cpu": cpu_name(), "threads": cpu.num_threads, "memory_bytes": cpu.total_memory},
+        "hardware": hardware,
         "versions": versions,
         "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,  # of the last minute, this run's included
         "limits": {"read_bandwidth": machine.read_bandwidth, "flops_fp32": machine.flops},

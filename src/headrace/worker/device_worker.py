@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
 
 from headrace.attention.select import select_backend
 from headrace.attention.triton import TritonAttention
-from headrace.config import EngineConfig
+from headrace.config import ConfigError, EngineConfig
 from headrace.core.kv_layout import KVLayout
 from headrace.core.plan import StepPlan
 from headrace.layers.weights import Checkpoint, WeightSource
@@ -24,6 +26,17 @@ from headrace.worker.device_runner import DeviceRunner, FinishedStep, PendingSte
 from headrace.worker.device_table import DeviceTable
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@contextmanager
+def _memory_errors_explained() -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"the GPU's memory ran out while the model was set up ({str(error).splitlines()[0]}); lower gpu_memory, "
+            "kv_cache or max_num_batched_tokens, or end what else runs on the GPU"
+        ) from None
 
 
 class DeviceWorker:
@@ -49,7 +62,7 @@ class DeviceWorker:
         def place(array: np.ndarray) -> torch.Tensor:
             return torch.from_numpy(np.array(array)).to(device)
 
-        with torch.inference_mode():
+        with torch.inference_mode(), _memory_errors_explained():
             self.model = build_model(spec, WeightSource(checkpoint, place), scheme)
             self.model.prepare(config.max_model_len, place)
             backend, self.attention_refusals = select_backend(
