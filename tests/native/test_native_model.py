@@ -184,3 +184,63 @@ def test_default_model(path: str, default_model_path: Path) -> None:
     rounded = stepper.step({0: ids})[0]
     np.testing.assert_allclose(rounded, expected, rtol=0, atol=1e-3 * np.abs(expected).max())
     np.testing.assert_array_equal(stepper.chunks(1, ids, [100, 7, 30]), rounded)
+
+
+@pytest.mark.parametrize("layout", ["one by one", "merged", "stacked"])
+@pytest.mark.parametrize("format", ["Q4_0", "Q6_K", "BF16"])
+def test_experts_stay_packed_and_agree_with_the_reference(path: str, layout: str, format: str) -> None:
+    from headrace import ops
+    from headrace.layers.moe import ExpertLayout, ExpertNames, MixtureOfExperts
+    from headrace.models.spec import ModelSpec, MoESpec
+    from headrace.ops.native.packed import StoredTensor
+    from headrace.quant.unquantized import Unquantized
+    from models.harness import DictCheckpoint
+    from native.blocks import dequantized
+
+    experts, hidden, inner = 4, 512, 256
+    rng = np.random.default_rng(0)
+    sizes = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
+    rows = {name: random_rows(rng, format, experts * n, k) for name, (n, k) in sizes.items()}
+    floats = {name: dequantized(format, rows[name]).reshape(experts, *sizes[name]) for name in sizes}
+    stored = {"m.gate.weight": rng.standard_normal((experts, hidden), np.float32)}
+    raw = {}
+    if layout == "merged":
+        stored["m.experts.gate_up_proj"] = np.concatenate([floats["gate_proj"], floats["up_proj"]], 1)
+        stored["m.experts.down_proj"] = floats["down_proj"]
+    for name, (n, _) in {} if layout == "merged" else sizes.items():
+        if layout == "stacked":
+            stored[f"m.experts.{name}.weight"], raw[f"m.experts.{name}.weight"] = floats[name], rows[name]
+        for e in range(experts) if layout == "one by one" else ():
+            stored[f"m.experts.{e}.{name}.weight"] = floats[name][e]
+            raw[f"m.experts.{e}.{name}.weight"] = rows[name][e * n : (e + 1) * n]
+
+    class Stored(DictCheckpoint):
+        def read_packed(self, name: str) -> StoredTensor | None:
+            return StoredTensor(format, raw[name], None) if name in raw else None
+
+    moe = MoESpec(experts, 2, inner)
+    spec = ModelSpec("mixtral", 50, hidden, 32, 1, 2, 2, 4, 1e-5, 64, moe=moe)
+    made = {}
+    for scheme in (Packed(), Packed(int16=True), Unquantized()):
+        source = WeightSource(Stored(stored) if isinstance(scheme, Packed) else DictCheckpoint(stored))
+        block = MixtureOfExperts(spec, source, "m", scheme, ExpertNames(), ExpertLayout.OUT_IN)
+        source.finish()
+        made[scheme] = block
+    exact, default, reference = made.values()
+    assert exact.num_parameters == reference.num_parameters
+    if layout != "merged":
+        assert exact.experts.down[1].segments[0].format == format
+        assert exact.weight_bytes < 0.6 * reference.weight_bytes
+    x = rng.standard_normal((23, hidden), np.float32)
+    scores = reference.router(x)
+    with using():
+        expected = ops.moe.reference(x, scores, reference.experts, reference.routing)
+    scale = np.abs(expected).max()
+    found = ops.moe(x, scores, exact.experts, exact.routing)
+    assert np.abs(found - expected).max() < 1e-5 * scale
+    whole = ops.moe(x, scores, default.experts, default.routing)
+    assert np.abs(whole - expected).max() < 2e-3 * scale
+    for token in range(0, 23, 5):
+        np.testing.assert_array_equal(
+            ops.moe(x[token : token + 1], scores[token : token + 1], default.experts, default.routing)[0], whole[token]
+        )

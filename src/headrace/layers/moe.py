@@ -1,12 +1,14 @@
 """The mixture-of-experts block: a router and its experts' weights, from whichever layout the checkpoint holds them in.
 
-Experts are float32 whatever the scheme of the linear layers; the router is one of those.
+Experts are stored as the scheme of the linear layers says, if it is an ExpertScheme, else in float32; the router is one
+of the linear layers.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -36,6 +38,19 @@ class ExpertLayout(Enum):
     IN_OUT = "in_out"  # [E, H, 2I] gate and up in turns, and [E, I, H] (GPT-OSS)
 
 
+@runtime_checkable
+class ExpertScheme(Protocol):
+    """A scheme that stores an expert's matrices in a form of its own."""
+
+    def expert(self, parts: Any, in_size: int) -> Any:
+        """A matrix [sum of N, in_size] of stored parts, one below the other."""
+        ...
+
+    def product(self, x: Array, weight: Any, bias: Array | None = None) -> Array:
+        """x [T, in_size] times such a matrix transposed, plus bias."""
+        ...
+
+
 class MixtureOfExperts:
     """Each token through its best experts, weighted by the router.
 
@@ -61,16 +76,18 @@ class MixtureOfExperts:
         shard = Shard(f"{prefix}.{names.router}", moe.num_experts, moe.router_bias)
         self.router = Linear(source, shard, spec.hidden_size, scheme)
         reader = _Reader(source, f"{prefix}.experts", moe.num_experts, moe.intermediate_size, spec.hidden_size)
-        if layout is ExpertLayout.IN_OUT and reader.has("gate_up_proj"):
-            weights = reader.in_out(moe.expert_bias)
-        elif reader.has("gate_up_proj"):
-            weights = reader.merged()
-        elif reader.has(f"{ExpertNames.gate}.weight"):
-            weights = reader.stacked(moe.expert_bias)
-        else:
-            weights = reader.single(names)
-        gate_up, down, gate_up_bias, down_bias = weights
-        self.experts = ops.Experts(gate_up, down, spec.activation, gate_up_bias, down_bias)
+        kept = scheme if isinstance(scheme, ExpertScheme) else None
+        try:
+            if kept is not None and not reader.has("gate_up_proj"):
+                gate_ups, downs, gate_up_bias, down_bias = reader.packed(names, moe.expert_bias, kept)
+            else:
+                gate_ups, downs, gate_up_bias, down_bias = reader.floats(names, layout, moe.expert_bias)
+                if kept is not None:
+                    gate_ups, downs = reader.repacked(gate_ups, kept), reader.repacked(downs, kept)
+        except ValueError as error:
+            raise ValueError(f"{prefix}.experts: {error}") from None
+        product = ops.linear if kept is None else kept.product
+        self.experts = ops.Experts(gate_ups, downs, spec.activation, gate_up_bias, down_bias, product)
 
     def __call__(self, x: Array) -> Array:
         """x [T, H] -> [T, H]."""
@@ -86,10 +103,12 @@ class MixtureOfExperts:
         return self.router.weight_bytes + sum(int(array.nbytes) for array in self._arrays)
 
     @property
-    def _arrays(self) -> list[Array]:
-        experts = self.experts
-        found = (experts.gate_up, experts.down, experts.gate_up_bias, experts.down_bias)
-        return [array for array in found if array is not None]
+    def _arrays(self) -> list[Any]:
+        """What has `size` and `nbytes`: arrays, or one matrix an expert."""
+        found: list[Any] = []
+        for each in (self.experts.gate_up, self.experts.down, self.experts.gate_up_bias, self.experts.down_bias):
+            found += each if isinstance(each, list) else [] if each is None else [each]
+        return found
 
 
 _Weights = tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | None]  # gate_up, down and their biases
@@ -111,6 +130,44 @@ class _Reader:
     def take(self, name: str, *shape: int) -> np.ndarray:
         return np.ascontiguousarray(self.source.take(f"{self.prefix}.{name}", shape), np.float32)
 
+    def floats(self, names: ExpertNames, layout: ExpertLayout, bias: bool) -> _Weights:
+        """In float32, from whichever tensors there are."""
+        if layout is ExpertLayout.IN_OUT and self.has("gate_up_proj"):
+            return self.in_out(bias)
+        if self.has("gate_up_proj"):
+            return self.merged()
+        return self.stacked(bias) if self.has(f"{ExpertNames.gate}.weight") else self.single(names)
+
+    def packed(self, names: ExpertNames, bias: bool, scheme: ExpertScheme) -> tuple[Any, ...]:
+        """Lists of E matrices gate | up and down, as `scheme` stores them, and their biases."""
+        stacked = self.has(f"{ExpertNames.gate}.weight")
+
+        def parts(which: str, name: str, rows: int, columns: int) -> Any:
+            if stacked:
+                return self.source.take_stacked(f"{self.prefix}.{which}.weight", (self.num, rows, columns))
+            single = [f"{self.prefix}.{expert}.{name}.weight" for expert in range(self.num)]
+            return [self.source.take_stored(each, (rows, columns)) for each in single]
+
+        gates = parts(ExpertNames.gate, names.gate, self.inner, self.hidden)
+        ups = parts(ExpertNames.up, names.up, self.inner, self.hidden)
+        downs = parts(ExpertNames.down, names.down, self.hidden, self.inner)
+        return (
+            [scheme.expert(both, self.hidden) for both in zip(gates, ups, strict=True)],
+            [scheme.expert([down], self.inner) for down in downs],
+            *(self.stacked_biases() if stacked and bias else (None, None)),
+        )
+
+    @staticmethod
+    def repacked(weights: np.ndarray, scheme: ExpertScheme) -> list[Any]:
+        """float32 [E, N, K] as `scheme` stores them."""
+        from headrace.ops.native.packed import stored_float32
+
+        return [scheme.expert([stored_float32(each)], each.shape[1]) for each in weights]
+
+    def stacked_biases(self) -> tuple[np.ndarray, np.ndarray]:
+        gate_up = [self.take(f"{name}.bias", self.num, self.inner) for name in ("gate_proj", "up_proj")]
+        return np.concatenate(gate_up, axis=1), self.take("down_proj.bias", self.num, self.hidden)
+
     def merged(self) -> _Weights:
         gate_up = self.take("gate_up_proj", self.num, 2 * self.inner, self.hidden)
         return gate_up, self.take("down_proj", self.num, self.hidden, self.inner), None, None
@@ -130,8 +187,7 @@ class _Reader:
         down = self.take("down_proj.weight", self.num, self.hidden, self.inner)
         if not bias:
             return gate_up, down, None, None
-        biases = [self.take(f"{name}.bias", self.num, self.inner) for name in ("gate_proj", "up_proj")]
-        return gate_up, down, np.concatenate(biases, axis=1), self.take("down_proj.bias", self.num, self.hidden)
+        return gate_up, down, *self.stacked_biases()
 
     def single(self, names: ExpertNames) -> _Weights:
         gate_up = np.empty((self.num, 2 * self.inner, self.hidden), np.float32)

@@ -76,6 +76,19 @@ class WeightSource:
             return stored
         return stored_float32(self.take(name, shape))
 
+    def take_stacked(self, name: str, shape: tuple[int, int, int]) -> list[StoredTensor]:
+        """The E matrices of a tensor [E, N, K], each as `take_stored` gives one."""
+        from headrace.ops.native.packed import StoredTensor, stored_float32
+
+        count, rows, _ = shape
+        known = name in self._names and tuple(self._checkpoint.shape(name)) == shape
+        if known and (read := getattr(self._checkpoint, "read_packed", None)) and (stored := read(name)) is not None:
+            self._taken.add(name)
+            parts = [stored.rows[first : first + rows] for first in range(0, count * rows, rows)]
+            releases = [None] * (count - 1) + [stored.release]  # they are packed in this order
+            return [StoredTensor(stored.format, part, None, let) for part, let in zip(parts, releases, strict=True)]
+        return [stored_float32(each) for each in self.take(name, shape)]
+
     def fill(self, name: str, target: Array) -> None:
         """Write the tensor into `target`, of the shape expected and in a GPU's memory; problems are noted as `take`
         does."""

@@ -141,11 +141,12 @@ class GGUFCheckpoint(LoadedCheckpoint):
         return values if order is None else values[order]
 
     def read_packed(self, name: str) -> StoredTensor | None:
-        """The matrix as the file has it; None if the native kernels do not read its type."""
+        """The matrix, or stacked ones one below the other, as the file has them; None if the native kernels do not read
+        the type."""
         from headrace.ops.native.packed import FORMATS, StoredTensor
 
         info = self.file.info(self._stored_name(name))
-        if info.type.name not in FORMATS or len(info.shape) != 2:
+        if info.type.name not in FORMATS or len(info.shape) not in (2, 3):
             return None
         release = partial(self.file.release, info.name)
         return StoredTensor(info.type.name, self.file.raw(info.name), self.row_order(name), release)

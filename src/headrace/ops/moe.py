@@ -1,14 +1,16 @@
 """Mixture of experts (Shazeer et al. 2017), the same bits for a token whatever company it keeps.
 
 The contract that every implementation follows. A token's experts are the `top_k` best of its router scores, among
-equals the first ones. Each chosen expert's gated feed-forward block runs on its tokens through the op `linear`, whose
-bits do not depend on who else chose that expert; the weighted results of a token are added to zero in the order of the
-experts' numbers.
+equals the first ones. Each chosen expert's gated feed-forward block runs on its tokens through the op `linear`, or a
+product with the same promise: its bits do not depend on who else chose that expert. The weighted results of a token are
+added to zero in the order of the experts' numbers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from headrace.ops.activation import ACTIVATIONS
 from headrace.ops.linear import linear
@@ -32,11 +34,12 @@ class Routing:
 class Experts:
     """The weights of E experts with I inner dimensions: merged gate | up, and down."""
 
-    gate_up: Array  # [E, 2I, H]
-    down: Array  # [E, H, I]
+    gate_up: Array | Sequence[Any]  # [E, 2I, H], or E matrices that `product` takes
+    down: Array | Sequence[Any]  # [E, H, I], or E such matrices
     activation: str  # key of ops.activation.ACTIVATIONS
     gate_up_bias: Array | None = None  # [E, 2I]
     down_bias: Array | None = None  # [E, H]
+    product: Callable[..., Array] = linear  # (x, matrix, bias) -> x times the matrix transposed, plus bias
 
 
 def choose(scores: Array, routing: Routing) -> tuple[Array, Array]:
@@ -65,7 +68,7 @@ def moe(x: Array, scores: Array, experts: Experts, routing: Routing, out: Array 
         tokens, ranks = xp.nonzero(chosen == expert)
         gate_up_bias = None if experts.gate_up_bias is None else experts.gate_up_bias[expert]
         down_bias = None if experts.down_bias is None else experts.down_bias[expert]
-        inner = linear(xp.take(x, tokens, axis=0), experts.gate_up[expert], gate_up_bias)
-        answer = linear(activation(inner), experts.down[expert], down_bias)
+        inner = experts.product(xp.take(x, tokens, axis=0), experts.gate_up[expert], gate_up_bias)
+        answer = experts.product(activation(inner), experts.down[expert], down_bias)
         out[tokens] += answer * weights[tokens, ranks][:, None]
     return out

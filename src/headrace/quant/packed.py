@@ -28,17 +28,20 @@ class PackedLinear:
 
     def create(self, source: WeightSource, names: Sequence[str], shapes: Sequence[tuple[int, int]]) -> PackedMatrix:
         try:
-            parts = [self._stored(source, name, shape) for name, shape in zip(names, shapes, strict=True)]
-            return pack(parts, shapes[0][1], self._arena, self._int16)
+            parts = [source.take_stored(name, shape) for name, shape in zip(names, shapes, strict=True)]
+            return self.packed(parts, shapes[0][1])
         except ValueError as error:
             for name, shape in zip(names, shapes, strict=True):
                 source.take(name, shape)  # the checkpoint's own reader names the file and the tensor at fault
             raise ValueError(f"{', '.join(names)}: {error}") from None
 
-    def _stored(self, source: WeightSource, name: str, shape: tuple[int, int]) -> StoredTensor:
+    def packed(self, parts: Sequence[StoredTensor], in_size: int) -> PackedMatrix:
+        """One matrix [sum of N, in_size] of `parts`, one below the other; ValueError says what is wrong with them."""
+        return pack([self._quantized(part) for part in parts], in_size, self._arena, self._int16)
+
+    def _quantized(self, stored: StoredTensor) -> StoredTensor:
         if self._quantize == "none":
-            return source.take_stored(name, shape)
-        stored = source.take_stored(name, shape)
+            return stored
         if stored.format not in FLOATS:
             raise ValueError(f"is quantised already, as {stored.format}; leave out quantize")
         made = quantized(stored.floats(), self._quantize)
@@ -66,6 +69,12 @@ class Packed:
         self._method = PackedLinear(int16, quantize, arena)
         self._vocabulary = self._method if quantize == "none" else PackedLinear(int16, "q8", arena)
         self._plain = self._method if quantize == "none" else PackedLinear(int16, "none", arena)
+
+    def expert(self, parts: Sequence[StoredTensor], in_size: int) -> PackedMatrix:
+        """One expert's matrix [sum of N, in_size] of `parts`, one below the other, for `product`."""
+        return self._method.packed(parts, in_size)
+
+    product = staticmethod(packed_linear)
 
     def linear(self, name: str) -> LinearMethod:
         if name.endswith((".gate", ".router")):  # of experts: small, and a wrong expert is worse than a rounded one
