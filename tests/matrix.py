@@ -50,6 +50,7 @@ RUNNING: dict[str, dict[str, Any]] = {
     "latency objectives": {"itl_slo": 0.001, "ttft_slo": 0.5},
     "speculation": {"speculate": "ngram", "num_draft_tokens": 4},
     "suffix decoding": {"speculate": "suffix", "num_draft_tokens": 4},
+    "draft model": {"speculate": "draft", "num_draft_tokens": 4, "draft_model": "itself"},
     "automatic speculation": {"speculate": "auto"},
 }
 MODELS: dict[str, dict[str, Any]] = {"sliding window": {"window": 9}}
@@ -81,6 +82,8 @@ class Matrix:
 
     @contextmanager
     def engine(self, window: int | None, **options: Any) -> Iterator[LLM]:
+        if options.get("draft_model"):
+            options["draft_model"] = str(self._paths[None])  # for the windowed twin it is wrong every so often
         with LLM(str(self._paths[window]), **{**ALWAYS, **options}) as llm:
             yield llm
 

@@ -25,6 +25,10 @@ LAYERS = {
     "models": {"ops", "layers", "attention.base", "quant"},
     "sampling": {"ops", "core", "config"},
     "spec": {"ops", "core", "sampling"},
+    "spec.draft_runner": {
+        "ops", "core", "attention.base", "models.blocks", "worker.batch", "worker.kv_cache", "worker.recorded",
+        "worker.table",
+    },
     "loading": {
         "models.spec", "layers.weights", "ops.native", "frontend.tokenizer", "frontend.gguf_tokenizer",
         "models.registry",

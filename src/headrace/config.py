@@ -14,7 +14,7 @@ from typing import Any, Literal
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
 DTYPES = ("bfloat16", "float16", "float32")
-PROPOSERS = ("suffix", "ngram")  # in the order in which they are asked
+PROPOSERS = ("suffix", "ngram", "draft")  # in the order in which they are asked
 SPECULATE = ("off", "auto", *PROPOSERS)
 
 _MOST = 2**31 - 1
@@ -72,11 +72,12 @@ class EngineArgs:
     scheduling: Literal["fcfs", "priority"] = option("fcfs", "order in which waiting requests are admitted")
     num_threads: int | None = option(None, "processor threads of the native kernels; none: all this process may use")
     attention_backend: str | None = option(None, "attention kernels to use instead of the selector's choice")
-    speculate: Literal["off", "auto", "suffix", "ngram"] = option(
+    speculate: Literal["off", "auto", "suffix", "ngram", "draft"] = option(
         "off",
-        "draft tokens and verify them together: ngram and suffix look the text up (suffix also in past outputs), auto "
-        "takes for each request what pays most",
+        "draft tokens and verify them together: ngram and suffix look the text up (suffix also in past outputs), draft "
+        "asks draft_model, auto takes for each request what pays most of all these",
     )
+    draft_model: str | None = option(None, "a smaller model with the same tokens, which drafts: as for model")
     num_draft_tokens: int | None = option(None, "verify always so many drafts; none: as many as the cost model advises")
     suffix_tokens: int | None = option(None, "tokens of past outputs that suffix searches; 0: none")
     steps_in_flight: int | None = option(None, "steps started before the first one's result is read (1 to 3)")
@@ -100,9 +101,10 @@ class EngineArgs:
         return cls(**options)
 
     def __post_init__(self) -> None:
-        if isinstance(self.model, os.PathLike):
-            object.__setattr__(self, "model", os.fspath(self.model))
-        for name in ("model", "attention_backend"):
+        for name in ("model", "draft_model"):
+            if isinstance(getattr(self, name), os.PathLike):
+                object.__setattr__(self, name, os.fspath(getattr(self, name)))
+        for name in ("model", "draft_model", "attention_backend"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
                 raise ConfigError(f"{name} must be a string that is not empty, not {_shown(value)}")
@@ -128,6 +130,10 @@ class EngineArgs:
         parse_bytes(self.gpu_memory, 1 << 60, "gpu_memory")
         if self.num_draft_tokens is not None and self.speculate == "off":
             raise ConfigError("num_draft_tokens needs a way to draft; give speculate=auto too")
+        if (self.speculate == "draft") > (self.draft_model is not None):
+            raise ConfigError("speculate=draft needs draft_model, a smaller model with the same vocabulary")
+        if self.draft_model is not None and self.speculate not in ("auto", "draft"):
+            raise ConfigError("draft_model drafts only with speculate=draft or auto; give one of them too")
         if self.suffix_tokens is not None and self.speculate not in ("auto", "suffix"):
             raise ConfigError("suffix_tokens is for suffix decoding; give speculate=suffix or auto too")
         for name, allowed in (

@@ -130,7 +130,38 @@ def _gpu(args: EngineArgs, spec: ModelSpec, gpu: GpuFacts, num_weights: int, dty
 def _proposers(args: EngineArgs) -> tuple[str, ...]:
     if args.speculate == "off":
         return ()
-    return PROPOSERS if args.speculate == "auto" else (args.speculate,)
+    if args.speculate != "auto":
+        return (args.speculate,)
+    return tuple(name for name in PROPOSERS if name != "draft" or args.draft_model is not None)
+
+
+def resolve_draft(
+    config: EngineConfig, layout: KVLayout, spec: ModelSpec, num_bytes: int, facts: CpuFacts
+) -> tuple[KVLayout, Choice]:
+    """How the cache of a draft model is cut, whose weights take `num_bytes`, beside a model with `layout`. ConfigError
+    if the two do not fit."""
+    groups = kv_groups(spec)
+    element = KV_FORMATS[layout.kv_format].vector_bytes(spec.head_dim) / spec.head_dim
+    one = KVLayout(groups, config.block_size, 1, element, config.max_num_batched_tokens, layout.kv_format)
+    tokens = layout.num_blocks * layout.block_size // len(layout.groups)
+    most = config.max_num_seqs * one.blocks_for(config.max_model_len)
+    num_blocks = max(len(groups) * 2, min(one.blocks_for(tokens), most))
+    size = num_blocks * one.block_bytes
+    room = facts.available_memory - config.kv_cache_bytes
+    if num_bytes > room:
+        raise ConfigError(
+            f"the draft model's weights take {_human(num_bytes)}, and {_human(max(room, 0))} are free beside the KV "
+            f"cache of {_human(config.kv_cache_bytes)}; take a smaller one or lower kv_cache"
+        )
+    if num_bytes + size > room:
+        num_blocks = max(len(groups) * 2, (room - num_bytes) // one.block_bytes)
+        reason = "what is free beside the models' weights and the KV cache; requests beyond it have no drafts"
+    else:
+        reason = "room for the tokens that the KV cache holds"
+    size = num_blocks * one.block_bytes
+    return replace(one, num_blocks=num_blocks), Choice(
+        "draft_model", f"cache of {_human(size)}, {num_blocks} blocks of {config.block_size} tokens", reason
+    )
 
 
 def resolve(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from headrace.autopilot.depth import AutoDepth
+from headrace.autopilot.depth import AutoDepth, PassCost
 from headrace.autopilot.slo import SloPacing
 from headrace.config import ConfigError, EngineArgs
 from headrace.core.drafting import DraftPolicy, FixedDepth, NoDrafts
@@ -27,6 +27,7 @@ from headrace.device.cuda import GpuFacts
 from headrace.executor.inproc import InProcessExecutor
 from headrace.frontend.chat import ChatTemplate
 from headrace.frontend.defaults import recommended_params
+from headrace.frontend.draft import check_same_tokens, open_draft
 from headrace.frontend.input import InputProcessor, Prompt
 from headrace.frontend.output import ChoiceStream, CompletionOutput, RequestOutput, Update
 from headrace.ledger.bill import Bill, merge
@@ -38,10 +39,12 @@ from headrace.ledger.observer import LedgerObserver
 from headrace.ledger.work import WorkModel
 from headrace.loading.checkpoint import open_checkpoint
 from headrace.loading.store import resolve_model
-from headrace.resolve import Choice, resolve
+from headrace.resolve import Choice, resolve, resolve_draft
 from headrace.sampling.grammar import GrammarCompiler
 from headrace.sampling.params import SamplingParams
 from headrace.worker.create import make_worker
+from headrace.worker.drafting import DraftSource
+from headrace.worker.worker import Worker
 
 
 def choose_gpu(device: str) -> GpuFacts | None:
@@ -64,11 +67,14 @@ class Engine:
     def __init__(self, args: EngineArgs):
         self.checkpoint = open_checkpoint(resolve_model(args.model))
         self.spec = self.checkpoint.spec
+        self._draft = open_draft(args.draft_model)
         # the tokenizer is made in Python and weights are packed outside it: both at once
         with ThreadPoolExecutor(1) as beside:
             tokenizer = beside.submit(self.checkpoint.tokenizer)
             self._load(args, lambda: tokenizer.result().to_json())
             self.tokenizer = tokenizer.result()
+        if self._draft is not None:
+            check_same_tokens(self.tokenizer, self._draft)
         self.chat_template = ChatTemplate.of(self.tokenizer)
         self._input = InputProcessor(self.tokenizer, self.spec, self.config.max_model_len, self.grammars)
 
@@ -78,8 +84,13 @@ class Engine:
         num_weights = sum(math.prod(self.checkpoint.shape(name)) for name in self.checkpoint.names()) if gpu else 0
         self.config, layout, self.choices = resolve(args, self.spec, cpu_facts(), gpu, num_weights)
         self.grammars = GrammarCompiler(tokenizer_json, self.spec.vocab_size, self.spec.eos_token_ids)
+        draft: DraftSource | None = None
+        if self._draft is not None:
+            cut, choice = resolve_draft(self.config, layout, self._draft.spec, self._draft.num_bytes, cpu_facts())
+            draft = DraftSource(self._draft.spec, self._draft, cut)
+            self.choices.append(choice)
         self._worker = make_worker(
-            self.spec, self.checkpoint, self.config, layout, args.attention_backend, self.grammars
+            self.spec, self.checkpoint, self.config, layout, args.attention_backend, self.grammars, draft
         )
         self._executor = InProcessExecutor(self._worker)
         self.choices.append(
@@ -118,20 +129,25 @@ class Engine:
             self.config.scheduling,
         )
         kv = KVCacheManager(layout, self.config.prefix_caching)
-        scheduler = Scheduler(limits, kv, self._draft_policy(work), self._pacing(work))
+        scheduler = Scheduler(limits, kv, self._draft_policy(work, draft), self._pacing(work))
         observer: StepObserver = self._observer or NullObserver()
         self._core = EngineCore(scheduler, self._executor, self.config.steps_in_flight, observer)
         self._streams: dict[str, ChoiceStream] = {}  # core request id -> its choice
         self._ids = itertools.count()
         self._closed = False
 
-    def _draft_policy(self, work: WorkModel) -> DraftPolicy:
+    def _draft_policy(self, work: WorkModel, draft: DraftSource | None) -> DraftPolicy:
         config = self.config
         if not config.proposers:
             return NoDrafts()
         if config.fixed_depth or not config.ledger:  # without a ledger no cost is learnt
             return FixedDepth(config.max_draft_tokens, config.proposers)
-        return AutoDepth(self.cost, work, config.max_draft_tokens, config.proposers)
+        networks = {}
+        if draft is not None:
+            assert isinstance(self._worker, Worker)  # resolve() refuses to speculate on a GPU
+            size = self._worker.proposer.weight_bytes["draft"]
+            networks["draft"] = PassCost(self.cost, WorkModel.for_layout(draft.spec, size, draft.layout))
+        return AutoDepth(self.cost, work, config.max_draft_tokens, config.proposers, networks)
 
     def _pacing(self, work: WorkModel) -> Pacing:
         if self.config.itl_slo is None and self.config.ttft_slo is None:

