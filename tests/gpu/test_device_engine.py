@@ -51,6 +51,12 @@ def test_steps_in_flight_and_memory_pressure_change_nothing(model, gpu_engine, d
 
 
 @pytest.mark.slow
+def test_steps_as_they_are_without_padding(model, gpu_engine):
+    want = answers(model, device="cpu", mode="exact", **SMALL)
+    assert answers(model, device="cuda", mode="exact", kv_cache="1MiB", cuda_graphs=False, **SMALL) == want
+
+
+@pytest.mark.slow
 def test_two_byte_numbers_and_prompt_logprobs(model, gpu_engine):
     params = SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=1, ignore_eos=True)
     want = answers(model, params, device="cpu", mode="exact", **SMALL)

@@ -10,6 +10,7 @@ from headrace.sampling.params import SamplingParams
 from headrace.sampling.sampler import Sampler
 from headrace.sampling.state import SamplingBatch
 from headrace.worker.device_table import DeviceTable
+from headrace.worker.graphs import GraphKey, GraphLauncher
 
 MAX_ROWS, MAX_LEN, PAGE, VOCAB = 8, 40, 16, 3000
 PARAMS = [
@@ -144,3 +145,52 @@ def test_damaged_logits_are_told(table, device, broken):
     drawn = i32([-9] * 6, device)
     step.draw_and_commit(table.view, spans, lines, logits, True, False, drawn)
     assert drawn.tolist()[2] == -2 and drawn.tolist()[0] == int(logits[0].argmax())
+
+
+class TestGraphs:
+    """Which step runs under which graph; nothing is captured here."""
+
+    def launcher(self, capturing):
+        launcher = GraphLauncher(lambda key: None, lambda key: None, 100, 4096, True, capturing)
+        captured = []
+        launcher._record = lambda key: (captured.append(key), launcher._graphs.__setitem__(key, FakeGraph()))
+        return launcher, captured
+
+    def test_decode_steps_are_captured_when_they_come_again(self):
+        launcher, captured = self.launcher(True)
+        key = launcher.pick(5, 5, False, False)
+        assert key == GraphKey(8, 8, False, False) and key.decodes
+        assert [launcher.serves(key) for _ in range(3)] == [False, True, True] and captured == [key]
+        launcher.run(key, 5)
+        assert launcher.counts.replays == 1 and launcher.counts.padding == 3 and launcher.counts.eager == 1
+
+    def test_mixed_steps_only_where_the_host_is_slower(self):
+        launcher, captured = self.launcher(True)
+        key = launcher.pick(8, 300, True, False)
+        assert key == GraphKey(16, 384, True, False) and not key.decodes, "one span more, for the padding"
+        launcher.observe(key, sent=0.001, ran=0.010)
+        assert not any(launcher.serves(key) for _ in range(5))
+        for _ in range(2):
+            launcher.observe(key, sent=0.009, ran=0.010)
+        assert launcher.serves(key) and captured == [key]
+
+    def test_what_is_too_large_has_no_key(self):
+        launcher, _ = self.launcher(True)
+        assert launcher.pick(3, 3000, False, False) is None and launcher.pick(100, 101, False, False) is None
+        assert launcher.pick(100, 100, False, False) == GraphKey(100, 100, False, False)
+
+    def test_a_capture_that_fails_is_said_once_and_never_tried_again(self, capsys):
+        launcher, _ = self.launcher(True)
+
+        def fail(key):
+            raise RuntimeError("CUDA out of memory\nand more")
+
+        launcher._record = fail
+        keys = [launcher.pick(rows, rows, False, False) for rows in (1, 2)]
+        assert not any(launcher.serves(key) for key in keys for _ in range(4))
+        assert capsys.readouterr().err == "headrace: goes on without more CUDA graphs: CUDA out of memory\n"
+
+
+class FakeGraph:
+    def replay(self):
+        pass

@@ -29,6 +29,7 @@ class TritonMeta:
     num_decodes: int
     tiles: tuple[torch.Tensor, torch.Tensor] | None  # of the other spans, as prefill_attention takes them
     alone: tuple[tuple[int, int], ...]  # tokens from .. to of long spans that see nothing but themselves
+    fused: bool  # spans of one token take rotation and cache writes upon themselves
     space: DecodeSpace
 
 
@@ -69,7 +70,8 @@ class TritonAttention:
             shape = HeadShape(self._num_heads, spec.num_kv_heads, spec.head_dim)
             first = replace(paged, rows=spans.rows[:decodes])
             plan_items(first, shape, spec.window or 0, self._spaces[group])
-        return TritonMeta(paged, spans.slots[group], decodes, batch.tiles, batch.alone, self._spaces[group])
+        fused = decodes <= FUSED_ROWS and not batch.mixed
+        return TritonMeta(paged, spans.slots[group], decodes, batch.tiles, batch.alone, fused, self._spaces[group])
 
     def run(
         self, q: Array, k: Array, v: Array, cache: tuple[Array, Array], meta: TritonMeta, layer: LayerAttention
@@ -94,19 +96,18 @@ class TritonAttention:
         (cos, sin), decodes, tokens = angles, meta.num_decodes, meta.slots.shape[0]
         out = qkv.new_empty((tokens, shape.num_heads * shape.head_dim), dtype=cache[0].dtype)
         first = replace(meta.paged, rows=meta.paged.rows[:decodes])
-        fused = decodes <= FUSED_ROWS
-        if decodes and fused:
+        if decodes and meta.fused:
             decode_attention(Projected(qkv, cos, sin, norms), cache, first, shape, scores, meta.space, out)
-        if decodes == tokens and fused:
+        if decodes == tokens and meta.fused:
             return out
-        q, rest = torch.empty_like(out), slice(decodes if fused else 0, None)
+        q, rest = torch.empty_like(out), slice(decodes if meta.fused else 0, None)
         kv_size = shape.num_kv_heads * shape.head_dim
         keys = q.new_empty((tokens, kv_size)) if meta.alone else None
         rotate_and_write(
             qkv[..., rest, :], shape, cos[rest], sin[rest], cache, meta.slots[rest], q[rest], norms,
             None if keys is None else keys[rest],
         )  # fmt: skip
-        if decodes and not fused:
+        if decodes and not meta.fused:
             decode_attention(q, cache, first, shape, scores, meta.space, out)
         if meta.tiles is not None:
             prefill_attention(q, cache, meta.paged, meta.tiles, shape, scores, out)

@@ -14,6 +14,7 @@ import torch
 from headrace.core.plan import StepPlan
 from headrace.ops.triton.step import Lines, StepSpans
 from headrace.worker.device_table import DeviceTable
+from headrace.worker.graphs import GraphKey
 
 _RING = 4  # pinned buffers: more than there can be steps in flight
 
@@ -31,6 +32,7 @@ class DeviceBatch:
     tiles: tuple[torch.Tensor, torch.Tensor] | None  # of the other spans
     longest: int  # tokens of the longest span
     alone: tuple[tuple[int, int], ...] = ()  # tokens from .. to of spans that the library's attention serves
+    mixed: bool = False  # padded, and any span may have any length: only the GPU knows
 
 
 class _Layout:
@@ -88,12 +90,25 @@ class DeviceBatchBuilder:
         start = self._slices[name].start
         return self._inbox[start : start + count]
 
-    def decode_batch(self, num_rows: int) -> DeviceBatch:
-        """The batch of a decode step padded to `num_rows`; its content comes with `send`."""
-        spans = self._spans(num_rows, num_rows)
-        lines = Lines(self._part("span_of", num_rows), self._part("line_of", num_rows))
-        counts = self._part("counts", 2)
-        return DeviceBatch(spans, lines, None, self._block_tables, counts[1:], num_rows, None, 1)
+    def padded_batch(self, key: GraphKey) -> DeviceBatch:
+        """The batch of a step that is padded to `key`; its content comes with `send`."""
+        rows, tokens = key.num_rows, key.num_tokens
+        spans, counts = self._spans(rows, tokens), self._part("counts", 2)
+        lines = Lines(self._part("span_of", rows), self._part("line_of", rows))
+        if key.decodes:
+            return DeviceBatch(spans, lines, None, self._block_tables, counts[1:], rows, None, 1)
+        num_tiles = rows + -(-tokens // self._tile)
+        return DeviceBatch(
+            spans=spans,
+            lines=lines,
+            logit_index=self._part("logit_index", rows),
+            block_tables=self._block_tables,
+            num_decode_rows=counts[1:],
+            num_decodes=rows,
+            tiles=(self._part("tile_span", num_tiles), self._part("tile_first", num_tiles)),
+            longest=tokens,
+            mixed=True,
+        )
 
     def _spans(self, num_rows: int, num_tokens: int) -> StepSpans:
         return StepSpans(
@@ -106,47 +121,58 @@ class DeviceBatchBuilder:
             slots=self._slots[:, :num_tokens],
         )
 
-    def idle(self) -> None:
-        """Make every following run of a decode batch a step of padding only, until `send`."""
-        self._inbox.zero_()
-        start = self._slices["query_start"].start
-        count = self._slices["query_start"].stop - start
-        self._inbox[start : start + count] = torch.arange(count, dtype=torch.int32, device=self._device)
-        self._sent = np.zeros(0, np.int32)
+    def idle(self, key: GraphKey) -> None:
+        """Make every following run under `key` a step of padding only, until `send`."""
+        words = np.zeros(self._inbox.shape[0], np.int32)
+        self._pad(words, key, 0, 0)
+        self._upload(words)
 
-    def send(self, plan: StepPlan, padded: int | None) -> DeviceBatch:
-        """Bring a step to the GPU; `padded`: rows of the decode batch it is to run as, None: any other step."""
-        count = plan.num_spans
-        lengths, rows = plan.lengths, plan.rows
+    def _pad(self, words: np.ndarray, key: GraphKey, count: int, num_tokens: int) -> None:
+        """Spans of padding behind `count` spans of `num_tokens` tokens, which write nowhere."""
+        starts = words[self._slices["query_start"]]
+        if key.decodes:
+            starts[:] = np.arange(len(starts))
+        else:  # one that takes all tokens left over, then empty ones
+            starts[count] = num_tokens
+            starts[count + 1 :] = key.num_tokens
+            words[self._slices["line_of"]][count:] = -1
+
+    def may_be_padded(self, plan: StepPlan) -> bool:
+        """No span is better left to the library's attention, which no graph holds."""
+        return not self._alone(plan).any()
+
+    def _alone(self, plan: StepPlan) -> np.ndarray:
+        return (plan.lengths >= self._alone_from) & (plan.starts == 0)
+
+    def send(self, plan: StepPlan, key: GraphKey | None) -> DeviceBatch:
+        """Bring a step to the GPU, to run padded to `key`, or as it is."""
+        count, lengths, rows = plan.num_spans, plan.lengths, plan.rows
         drawn = plan.yields & ~self._table.hosted[rows]
         words = np.zeros(self._inbox.shape[0], np.int32)
-        at = {name: where.start for name, where in self._slices.items()}
-        words[at["rows"] : at["rows"] + count] = rows
-        starts = words[self._slices["query_start"]]
-        if padded is not None:
-            words[at["counts"] : at["counts"] + 2] = count
-            starts[:] = np.arange(len(starts))
-            lines = np.arange(count, dtype=np.int32)
-            words[at["line_of"] : at["line_of"] + count] = np.where(drawn, lines, -1)
-            words[at["span_of"] : at["span_of"] + count] = lines
-            self._upload(words)
-            return self.decode_batch(padded)
+        words[self._slices["tile_span"]] = -1
+        parts = {name: words[where] for name, where in self._slices.items()}
+        starts = parts["query_start"]
+        parts["rows"][:count] = rows
         np.cumsum(lengths, out=starts[1 : count + 1])
         decodes = int(np.argmax(lengths != 1)) if (lengths != 1).any() else count
-        words[at["counts"]], words[at["counts"] + 1] = count, decodes
+        parts["counts"][:] = count, decodes
         yielding = np.flatnonzero(plan.yields).astype(np.int32)
+        if key is not None and key.decodes:  # every token has a line, whether it is wanted or not
+            yielding = np.arange(count, dtype=np.int32)
         line_of = np.full(count, -1, np.int32)
         line_of[yielding] = np.arange(len(yielding))
-        words[at["line_of"] : at["line_of"] + count] = np.where(drawn, line_of, -1)
-        words[at["span_of"] : at["span_of"] + len(yielding)] = yielding
-        words[at["logit_index"] : at["logit_index"] + len(yielding)] = starts[yielding + 1] - 1
-        alone = (lengths >= self._alone_from) & (plan.starts == 0)
+        parts["line_of"][:count] = np.where(drawn, line_of, -1)
+        parts["span_of"][: len(yielding)] = yielding
+        parts["logit_index"][: len(yielding)] = starts[yielding + 1] - 1
+        alone = self._alone(plan)
         tiled = [span for span in range(decodes, count) if not alone[span]]
         tiles = [(span, first) for span in tiled for first in range(0, int(lengths[span]), self._tile)]
         if tiles:
-            spans_of, firsts = np.array(tiles, np.int32).T
-            words[at["tile_span"] : at["tile_span"] + len(tiles)] = spans_of
-            words[at["tile_first"] : at["tile_first"] + len(tiles)] = firsts
+            parts["tile_span"][: len(tiles)], parts["tile_first"][: len(tiles)] = np.array(tiles, np.int32).T
+        if key is not None:
+            self._pad(words, key, count, plan.num_tokens)
+            self._upload(words)
+            return self.padded_batch(key)
         self._upload(words)
         return DeviceBatch(
             spans=self._spans(count, plan.num_tokens),

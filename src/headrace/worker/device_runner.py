@@ -10,7 +10,9 @@ drawn for on the host by the sampler of the CPU engine, and their steps are wait
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -44,8 +46,17 @@ class _Slot:
 class PendingStep:
     """A step that the GPU works on."""
 
-    def __init__(self, plan: StepPlan, slot: _Slot, yielding: np.ndarray, prepare: float):
+    def __init__(
+        self,
+        plan: StepPlan,
+        slot: _Slot,
+        yielding: np.ndarray,
+        prepare: float,
+        observe: Callable[[float, float], None] | None,
+    ):
+        """`observe` is told the seconds that sending the step took, and that running it took."""
         self._plan, self._slot, self._yielding, self._prepare = plan, slot, yielding, prepare
+        self._observe = observe
 
     def result(self) -> StepResult:
         """Wait for the step and read what it drew."""
@@ -53,6 +64,8 @@ class PendingStep:
         if slot.finished is not None and slot.started is not None:
             slot.finished.synchronize()
             waited = slot.started.elapsed_time(slot.finished) / 1e3
+            if self._observe is not None:
+                self._observe(self._prepare, waited)
         plan = self._plan
         drawn = slot.drawn.numpy()[: plan.num_spans].tolist()
         tokens = [[token] if yields and token >= 0 else [] for token, yields in zip(drawn, self._yielding, strict=True)]
@@ -113,7 +126,7 @@ class DeviceRunner:
         ]
         self._turn = 0
         self._logits: torch.Tensor | None = None  # of the step that runs, for rows drawn on the host
-        self.launcher = GraphLauncher(self._decode, self._builder.idle, max_rows, graphs and on_gpu)
+        self.launcher = GraphLauncher(self._padded, self._builder.idle, max_rows, max_tokens, graphs, on_gpu)
         self.launcher.prepare()
 
     @torch.inference_mode()
@@ -129,24 +142,25 @@ class DeviceRunner:
         self._turn = (self._turn + 1) % _RING
         warm = bool(table.warm[rows].any())
         cut = warm and bool(table.cut[rows].any())
-        decoding = plan.num_tokens == plan.num_spans and bool(plan.yields.all()) and not hosted.any()
-        key = self.launcher.pick(plan.num_spans, warm, cut) if decoding else None
-        if key is not None and self.launcher.wants_capture(key):
-            self.launcher.capture(key)
+        could = None  # the graph that might have served
+        if not hosted.any() and self._builder.may_be_padded(plan):
+            could = self.launcher.pick(plan.num_spans, plan.num_tokens, warm, cut)
+        key = could if could is not None and self.launcher.serves(could) else None
         self._flush_patches()
-        batch = self._builder.send(plan, None if key is None else key.num_rows)
+        batch = self._builder.send(plan, key)
         if slot.started is not None:
             slot.started.record()
+        hidden = None
         if key is not None:
-            self.launcher.run(key, plan.num_spans)
-            hidden = None
+            self.launcher.run(key, plan.num_tokens)
         else:
             hidden = self._step(batch, warm, cut)
         slot.drawn[: plan.num_spans].copy_(self._drawn[: plan.num_spans], non_blocking=True)
         if slot.finished is not None:
             slot.finished.record()
         table.advance(plan)
-        pending = PendingStep(plan, slot, plan.yields & ~hosted, time.perf_counter() - started)
+        missed = None if could is None or key is not None else partial(self.launcher.observe, could)
+        pending = PendingStep(plan, slot, plan.yields & ~hosted, time.perf_counter() - started, missed)
         if hidden is None or not hosted.any():
             return pending
         return FinishedStep(self._finish_on_host(plan, hosted, hidden, pending))
@@ -160,8 +174,8 @@ class DeviceRunner:
         if (patches := self._builder.take_patches()) is not None:
             patch(self._table.view.words, *patches)
 
-    def _decode(self, key: GraphKey) -> None:
-        self._step(self._builder.decode_batch(key.num_rows), key.warm, key.cut)
+    def _padded(self, key: GraphKey) -> None:
+        self._step(self._builder.padded_batch(key), key.warm, key.cut)
 
     def _step(self, batch: DeviceBatch, warm: bool, cut: bool) -> torch.Tensor:
         """What runs on the GPU; returns the hidden states [T, H]."""

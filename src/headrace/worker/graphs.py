@@ -1,12 +1,14 @@
-"""GraphLauncher: decode steps as CUDA graphs, one per number of rows, other steps eagerly.
+"""GraphLauncher: steps as CUDA graphs: decode steps, and mixed ones where sending their kernels one by one takes the
+host longer than the GPU needs to run them.
 
-A graph holds a whole decode step, from the request table back into it: inputs, forward pass, head, draw, commit. It is
+A graph holds a whole step, from the request table back into it: inputs, forward pass, head, draw, commit. It is
 captured from a step of padding only, in which every kernel finds nothing to do, so capturing needs no request and
-disturbs none. Steps with fewer rows run in the next larger graph, whose kernels skip the padding.
+disturbs none. A step runs in the next larger graph, whose kernels skip the padding.
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,9 +16,11 @@ from typing import Any
 
 import torch
 
-SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+TOKENS = (64, 128, 192, 256, 384, 512, 768, 1024, 1280, 1536, 1792, 2048)  # of mixed steps; larger ones bind the GPU
 AT_START = 16  # rows up to which graphs are captured before the first request, where they save the most
 HITS_TO_CAPTURE = 2
+HOST_BOUND = 0.8  # sending took so much of the time that the GPU took, or more: the host is what a step waits for
 
 
 @dataclass(frozen=True)
@@ -24,8 +28,14 @@ class GraphKey:
     """What a graph is good for."""
 
     num_rows: int  # padded
+    num_tokens: int  # padded; of a decode step as many as rows
     warm: bool  # rows may have a temperature
     cut: bool  # rows may have top_k, top_p or min_p
+
+    @property
+    def decodes(self) -> bool:
+        """Every span has one token."""
+        return self.num_tokens == self.num_rows
 
 
 @dataclass
@@ -33,67 +43,103 @@ class GraphCounts:
     """What the graphs did so far."""
 
     replays: int = 0
-    eager: int = 0
-    padding: int = 0  # rows
+    eager: int = 0  # steps that a graph could have served
+    padding: int = 0  # tokens
     captures: int = 0
     capture_seconds: float = 0.0
 
 
 class GraphLauncher:
-    """Runs `body(key)`, eagerly or as a graph. `body` must read and write memory of fixed addresses only."""
+    """Runs `body(key)` as a graph, or, where there can be none, as it is. It must use memory of fixed addresses."""
 
-    def __init__(self, body: Callable[[GraphKey], None], idle: Callable[[], None], max_rows: int, enabled: bool):
-        """`idle` makes what follows a step of padding only."""
+    def __init__(
+        self,
+        body: Callable[[GraphKey], None],
+        idle: Callable[[GraphKey], None],
+        max_rows: int,
+        max_tokens: int,
+        enabled: bool,
+        capturing: bool,
+    ):
+        """`idle(key)` makes what follows a step of padding only. Not `capturing`: bodies run padded, to be tested."""
         self._body, self._idle = body, idle
-        self._sizes = [size for size in SIZES if size < max_rows] + [max_rows]
+        self._rows = [size for size in ROWS if size < max_rows] + [max_rows]
+        self._tokens = [size for size in TOKENS if size < max_tokens] + [max_tokens] * (max_tokens <= TOKENS[-1])
         self._graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
-        self._seen: dict[GraphKey, int] = {}
+        self._hits: dict[GraphKey, int] = {}
         self._pool: Any = None  # memory that all graphs share
+        self._capturing = capturing
+        self._capturing_failed: str | None = None
         self.enabled = enabled
         self.counts = GraphCounts()
 
-    def pick(self, num_rows: int, warm: bool, cut: bool) -> GraphKey:
-        """The key that a decode step of `num_rows` rows runs under."""
-        padded = next(size for size in self._sizes if size >= num_rows) if self.enabled else num_rows
-        return GraphKey(padded, warm, cut)
+    def pick(self, num_rows: int, num_tokens: int, warm: bool, cut: bool) -> GraphKey | None:
+        """The key that a step of so many spans and tokens could run under; None: there is no graph so large."""
+        if not self.enabled:
+            return None
+        if num_rows == num_tokens:
+            rows = next(size for size in self._rows if size >= num_rows)
+            return GraphKey(rows, rows, warm, cut)
+        # a span of padding takes the tokens that are left over
+        rows = next((size for size in self._rows if size > num_rows), 0)
+        tokens = next((size for size in self._tokens if size >= max(num_tokens, rows + 1)), 0)
+        return GraphKey(rows, tokens, warm, cut) if rows and tokens else None
 
     def prepare(self) -> None:
-        """Capture the graphs of small greedy and sampled steps."""
-        if self.enabled:
-            for size in self._sizes:
-                if size <= AT_START:
-                    self._capture(GraphKey(size, False, False))
+        """Capture the graphs of small greedy decode steps."""
+        if self.enabled and self._capturing:
+            for size in self._rows:
+                if size <= AT_START and self._capturing_failed is None:
+                    self._capture(GraphKey(size, size, False, False))
+
+    def serves(self, key: GraphKey) -> bool:
+        """Whether a step is to run under `key`: there is a graph, or it is worth one, which is captured now. Must be
+        asked before the step is sent: what the fixed buffers held is lost."""
+        if not self._capturing or key in self._graphs:
+            return True
+        if self._capturing_failed is not None:
+            return False
+        if key.decodes:
+            self._hits[key] = self._hits.get(key, 0) + 1
+        if self._hits.get(key, 0) < HITS_TO_CAPTURE or not self._capture(key):
+            self.counts.eager += 1
+            return False
+        return True
+
+    def observe(self, key: GraphKey, sent: float, ran: float) -> None:
+        """A mixed step that a graph could have served took the host `sent` seconds to send, the GPU `ran` to run."""
+        if not key.decodes and sent > HOST_BOUND * ran:
+            self._hits[key] = self._hits.get(key, 0) + 1
+
+    def run(self, key: GraphKey, num_tokens: int) -> None:
+        """Run the step whose content has been sent."""
+        self.counts.padding += key.num_tokens - num_tokens
+        graph = self._graphs.get(key)
+        if graph is None:
+            self._body(key)
+            return
+        self.counts.replays += 1
+        graph.replay()
 
     def clear(self) -> None:
         """Forget every graph."""
         self._graphs.clear()
         self.enabled = False
 
-    def wants_capture(self, key: GraphKey) -> bool:
-        """Whether a step under `key` is to be captured now: it came before and has no graph."""
-        if not self.enabled or key in self._graphs:
+    def _capture(self, key: GraphKey) -> bool:
+        """Whether it could be done; if not, no graph is tried again, and why is said once."""
+        try:
+            self._record(key)
+        except RuntimeError as error:  # memory that ran out, an operation that no graph can hold
+            self._capturing_failed = str(error).splitlines()[0]
+            self._hits.clear()
+            print(f"headrace: goes on without more CUDA graphs: {self._capturing_failed}", file=sys.stderr)
             return False
-        self._seen[key] = self._seen.get(key, 0) + 1
-        return self._seen[key] >= HITS_TO_CAPTURE
+        return True
 
-    def capture(self, key: GraphKey) -> None:
-        """Capture before a step is sent; the content of the fixed buffers is lost."""
-        self._capture(key)
-
-    def run(self, key: GraphKey, num_rows: int) -> None:
-        """Run the step whose content has been sent."""
-        graph = self._graphs.get(key)
-        if graph is None:
-            self.counts.eager += 1
-            self._body(key)
-            return
-        self.counts.replays += 1
-        self.counts.padding += key.num_rows - num_rows
-        graph.replay()
-
-    def _capture(self, key: GraphKey) -> None:
+    def _record(self, key: GraphKey) -> None:
         started = time.perf_counter()
-        self._idle()
+        self._idle(key)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):

@@ -27,6 +27,8 @@ def _prefill(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     span = tl.load(tile_span + number)
+    if span < 0:  # a tile of padding
+        return
     first_query = tl.load(tile_first + number)
     length = tl.load(seq_lens + span)
     start = tl.load(query_start + span)
@@ -126,8 +128,8 @@ def prefill_attention(
     scores: Scores,
     out: torch.Tensor,
 ) -> None:
-    """Attention of spans of any length: q and out [T, heads * D]. `tiles`: the span of each tile and the first of its
-    queries in the span, int32 [tiles]; a tile has `prefill_tile(shape)` queries."""
+    """Attention of spans of any length: q and out [T, heads * D]. `tiles`: the span of each tile (-1: padding) and the
+    first of its queries in the span, int32 [tiles]; a tile has `prefill_tile(shape)` queries."""
     key_pages, value_pages = cache
     width = power_of_two(shape.head_dim, 16)
     stages = num_stages(2, STEP, 2 * width, q)  # the tile of queries takes as much again
