@@ -60,8 +60,8 @@ def test_a_backend_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_none_left() -> None:
-    with pytest.raises(ValueError, match=r"reference: runs on cpu, not on cuda, .*block size 48 neither divides 64"):
-        select_backend("cuda", "float32", LAYERS, 48)
+    with pytest.raises(ValueError, match=r"reference: runs on cpu, not on metal, .*block size 48 neither divides 64"):
+        select_backend("metal", "float32", LAYERS, 48)
 
 
 def test_unknown_override() -> None:
