@@ -15,6 +15,7 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "
 
 DTYPES = ("bfloat16", "float16", "float32")
 PROPOSERS = ("suffix", "ngram", "draft")  # in the order in which they are asked
+MOST_DRAFTS = 64  # at a time
 SPECULATE = ("off", "auto", *PROPOSERS)
 
 _MOST = 2**31 - 1
@@ -27,7 +28,7 @@ _RANGES = {
     "block_size": (1, _MOST),
     "num_threads": (1, _MOST),
     "steps_in_flight": (1, 3),
-    "num_draft_tokens": (1, 64),
+    "num_draft_tokens": (1, MOST_DRAFTS),
     "suffix_tokens": (0, 2**28),
 }
 

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from headrace import LLM, SamplingParams
-from headrace.autopilot.depth import AutoDepth, PassCost, break_even, expected_tokens
+from headrace.autopilot.depth import AutoDepth, PassCost
 from headrace.config import ConfigError
+from headrace.core.drafting import break_even, expected_tokens
 from headrace.core.plan import DraftPass
 from headrace.core.request import Request
 from headrace.sampling.params import Grammar

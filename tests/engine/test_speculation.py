@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from headrace import LLM, SamplingParams
-from headrace.autopilot.depth import AutoDepth, expected_tokens
+from headrace.autopilot.depth import AutoDepth
 from headrace.config import ConfigError
+from headrace.core.drafting import expected_tokens
 from headrace.core.plan import Admit
 from headrace.core.request import Request
 from headrace.spec.base import DraftContext

@@ -86,7 +86,28 @@ def test_acceptance_of_drafts_is_counted(tiny_model):
         server.text("abcabcabcabcabcabcabc", max_tokens=200, ignore_eos=True, temperature=0)
         until(lambda: server.metric("headrace_engine_draft_tokens_total") > 0)
         accepted = server.metric("headrace_engine_accepted_draft_tokens_total")
-        assert 0 < accepted <= server.metric("headrace_engine_draft_tokens_total")
+        drafted = server.metric("headrace_engine_draft_tokens_total")
+        assert 0 < accepted <= drafted
+        assert server.metric("headrace_drafts_verified_by_proposer_total", proposer="ngram") == drafted
+        assert server.metric("headrace_drafts_accepted_by_proposer_total", proposer="ngram") == accepted
+        first = server.metric("headrace_drafts_accepted_by_position_total", position="1")
+        assert first >= server.metric("headrace_drafts_accepted_by_position_total", position="4") > 0
+
+
+def test_a_request_chooses_who_drafts_for_it(tiny_model):
+    with Server(serve_command(tiny_model, "--speculate", "auto", "--num-draft-tokens", "4")) as server:
+        fields = {"max_tokens": 100, "ignore_eos": True, "temperature": 0}
+        expected = server.text("abcabcabcabcabcabcabc", **fields, speculative={"off": True}).json["choices"][0]["text"]
+        assert server.metric("headrace_engine_draft_tokens_total") == 0
+        for method, count in (("ngram", 1), ("suffix", 2)):
+            wish = {"method": method, "num_tokens": count}
+            whole = server.text("abcabcabcabcabcabcabc", **fields, speculative=wish).json
+            assert whole["choices"][0]["text"] == expected
+            labels = {"proposer": method}
+            until(lambda labels=labels: server.metric("headrace_drafts_accepted_by_proposer_total", **labels) > 0)
+        for wish in ({"method": "draft"}, {"method": "magic"}, {"num_tokens": 0}, {"k": 1}, 3, {"off": 1}):
+            answer = server.text("abc", **fields, speculative=wish)
+            assert answer.status == 400, wish
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="there is no promtool: apt-get install prometheus")

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from headrace.core.drafting import Spans, allows
+from headrace.core.drafting import Spans, allows, expected_tokens
 from headrace.core.plan import DraftPass
 from headrace.core.request import Request
 from headrace.ledger.cost import CostModel
@@ -33,25 +33,6 @@ _REFRESH = 512  # decisions between looks at the cost model
 _STEPS = 25  # acceptances are told apart by 1 / this
 _DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
 _SHARE_MEMORY = 0.8  # weight of the past in the share of requests that have drafts
-
-
-def expected_tokens(acceptance: float, depth: int) -> float:
-    """Tokens that a verification of `depth` drafts brings, each accepted with probability `acceptance`."""
-    if acceptance >= 1.0:
-        return depth + 1.0
-    return (1.0 - acceptance ** (depth + 1)) / (1.0 - acceptance)
-
-
-def break_even(depth: int, cost: float) -> float:
-    """The acceptance at which `depth` drafts bring what they cost: steps of `cost` times the time of a step without
-    drafts bring `cost` times the tokens. 1 where nothing is enough."""
-    low, high = 0.0, 1.0
-    if cost >= depth + 1:
-        return 1.0
-    for _ in range(40):
-        middle = (low + high) / 2
-        low, high = (middle, high) if expected_tokens(middle, depth) < cost else (low, middle)
-    return high
 
 
 class PassCost:

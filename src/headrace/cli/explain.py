@@ -16,6 +16,7 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--request", metavar="ID", help="one request's bill, and what would have made it faster")
     parser.add_argument("--misses", action="store_true", help="what the prefix cache found, and why not more")
     parser.add_argument("--preemptions", action="store_true", help="who lost its place when, and what it cost")
+    parser.add_argument("--spec", action="store_true", help="what speculation brought, and from where on it pays")
     parser.set_defaults(command=explain)
 
 
@@ -23,6 +24,7 @@ def explain(arguments: argparse.Namespace) -> int:
     from headrace.ledger.book import Ledger
     from headrace.ledger.explain import explain_step, summarize
     from headrace.ledger.explain_request import explain_bill, explain_misses, explain_preemptions, facts_of, find_bill
+    from headrace.ledger.explain_speculation import explain_speculation
     from headrace.ledger.jsonl import read_ledger
 
     found = read_ledger(arguments.file)
@@ -42,6 +44,8 @@ def explain(arguments: argparse.Namespace) -> int:
         texts.append(explain_misses(found.records))
     if arguments.preemptions:
         texts.append(explain_preemptions(found.records, found.bills))
+    if arguments.spec:
+        texts.append(explain_speculation(found.records))
     if not texts:
         ledger = Ledger(facts_of(found.records), capacity=max(len(found.records), len(found.bills)))
         for record in found.records:

@@ -8,7 +8,7 @@ request is the one whose drafts it gets.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -93,6 +93,41 @@ class FixedDepth:
         pass
 
 
+class Verified(NamedTuple):
+    """What became of the drafts of one span."""
+
+    source: int  # the proposer
+    num_drafts: int
+    num_accepted: int
+
+
+def note_verified(policy: DraftPolicy, request: Request, num_drafts: int, num_accepted: int) -> Verified:
+    """Tell the policy and the request's account."""
+    request.drafts_verified += num_drafts
+    request.drafts_accepted += num_accepted
+    policy.observe(request, num_drafts, num_accepted)
+    return Verified(request.draft_source, num_drafts, num_accepted)
+
+
 def allows(request: Request, proposer: str) -> bool:
     """Whether the request leaves its drafts to this proposer."""
     return request.params.draft_method in (None, proposer)
+
+
+def expected_tokens(acceptance: float, depth: int) -> float:
+    """Tokens that a verification of `depth` drafts brings, each accepted with probability `acceptance`."""
+    if acceptance >= 1.0:
+        return depth + 1.0
+    return (1.0 - acceptance ** (depth + 1)) / (1.0 - acceptance)
+
+
+def break_even(depth: int, cost: float) -> float:
+    """The acceptance at which `depth` drafts bring what they cost: steps of `cost` times the time of a step without
+    drafts bring `cost` times the tokens. 1 where nothing is enough."""
+    low, high = 0.0, 1.0
+    if cost >= depth + 1:
+        return 1.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if expected_tokens(middle, depth) < cost else (low, middle)
+    return high

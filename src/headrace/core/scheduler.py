@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from headrace.core.beam import BeamGroup, regroup
-from headrace.core.drafting import DraftPolicy, NoDrafts
+from headrace.core.drafting import DraftPolicy, NoDrafts, Verified, note_verified
 from headrace.core.kv_manager import NO_HIT, KVCacheManager, PrefixHit
 from headrace.core.pacing import NoPacing, Pacing
 from headrace.core.plan import Admit, Fork, NewBlocks, StepPlan, StepResult, TokenLogprobs
@@ -60,6 +60,7 @@ class Scheduler:
         self.waiting = RequestQueue(limits.policy)
         self.running: list[Request] = []  # oldest first
         self.trace = StepTrace()
+        self.verified: list[Verified] = []  # by the step that committed last
         self._requests: dict[str, Request] = {}
         self._free_rows = deque(range(limits.max_num_seqs))
         self._released: list[int] = []  # rows to be told in the next plan
@@ -352,6 +353,7 @@ class Scheduler:
     def commit(self, plan: StepPlan, result: StepResult) -> list[TokenOutput]:
         """Account for a step that ran; plans commit in the order they were made."""
         outputs: list[TokenOutput] = []
+        self.verified = []
         block_size, followers, errors = self.kv.layout.block_size, self._followers, result.errors
         with_logprobs = bool(result.logprobs or result.prompt_logprobs)
         make_output = tuple.__new__  # a third of the time that TokenOutput() takes
@@ -379,7 +381,7 @@ class Scheduler:
                 request.num_pending -= request.runs_ahead
                 if num_drafts:
                     request.num_computed -= num_drafts - result.num_accepted[index]
-                    self.drafting.observe(request, num_drafts, result.num_accepted[index])
+                    self.verified.append(note_verified(self.drafting, request, num_drafts, result.num_accepted[index]))
                 if result.num_drafts:
                     request.num_drafts = result.num_drafts[index]
                 if result.draft_sources:

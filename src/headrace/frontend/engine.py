@@ -76,7 +76,9 @@ class Engine:
         if self._draft is not None:
             check_same_tokens(self.tokenizer, self._draft)
         self.chat_template = ChatTemplate.of(self.tokenizer)
-        self._input = InputProcessor(self.tokenizer, self.spec, self.config.max_model_len, self.grammars)
+        self._input = InputProcessor(
+            self.tokenizer, self.spec, self.config.max_model_len, self.grammars, self.config.proposers
+        )
 
     def _load(self, args: EngineArgs, tokenizer_json: Callable[[], str]) -> None:
         """The configuration, the model and the loop: what needs no tokenizer yet."""
@@ -121,7 +123,9 @@ class Engine:
             self.cost.restore(self._cost_name)
             self._num_restored = self.cost.num_observed
             self.ledger = Ledger(facts)
-            self._observer = LedgerObserver(self.ledger, work, self.cost, self.config.max_num_seqs)
+            self._observer = LedgerObserver(
+                self.ledger, work, self.cost, self.config.max_num_seqs, proposers=self.config.proposers
+            )
         limits = SchedulerLimits(
             self.config.max_num_seqs,
             self.config.max_num_batched_tokens,

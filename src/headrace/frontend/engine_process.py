@@ -134,6 +134,7 @@ class RealEngine:
             block_size=layout.block_size,
             load_seconds=self._load_seconds,
             choices=[(choice.option, choice.value, choice.reason) for choice in self._engine.choices],
+            proposers=config.proposers,
         )
 
     def close(self) -> None:
@@ -230,7 +231,8 @@ class EngineLoop:
             len(scheduler.running), len(scheduler.waiting), pool.num_held, pool.num_blocks, totals.steps,
             totals.prompt_tokens, totals.cached_tokens, totals.preemptions, totals.seconds_by_bound,
             totals.steps_by_bound, totals.draft_tokens, totals.accepted_draft_tokens,
-            scheduler.backlog(),
+            totals.drafts, totals.draft_positions, totals.draft_seconds, totals.wasted_seconds,
+            totals.proposers_dropped, scheduler.backlog(),
         )  # fmt: skip
 
 

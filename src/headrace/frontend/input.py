@@ -47,9 +47,15 @@ class InputProcessor:
     """Checks prompts and makes requests."""
 
     def __init__(
-        self, tokenizer: Tokenizer, spec: ModelSpec, max_model_len: int, grammars: GrammarCompiler | None = None
+        self,
+        tokenizer: Tokenizer,
+        spec: ModelSpec,
+        max_model_len: int,
+        grammars: GrammarCompiler | None = None,
+        proposers: Sequence[str] = (),
     ):
-        """Without `grammars` those of requests are not checked."""
+        """Without `grammars` those of requests are not checked. `proposers` of drafts are the engine's."""
+        self._proposers = proposers
         self._tokenizer = tokenizer
         self._spec = spec
         self._max_model_len = max_model_len
@@ -104,6 +110,9 @@ class InputProcessor:
         if cache_salt is not None and not isinstance(cache_salt, str):
             raise RequestError(f"cache_salt must be a text, not {type(cache_salt).__name__}")
         ids = self.tokens(prompt, add_special=add_special)
+        if params.draft_method is not None and params.draft_method not in self._proposers and params.draft_tokens != 0:
+            have = ", ".join(self._proposers) or "none: start it with speculate=auto"
+            raise RequestError(f"draft_method {params.draft_method}: this engine has no such proposer (it has {have})")
         self._check_ids("stop_token_ids", params.stop_token_ids)
         self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
         self._check_ids("logit_bias", dict(params.logit_bias))

@@ -80,6 +80,11 @@ class Stats(msgspec.Struct, array_like=True, frozen=True):
     steps_by_bound: dict[str, int] = {}
     draft_tokens: int = 0  # verified
     accepted_draft_tokens: int = 0
+    drafts: dict[str, list[int]] = {}  # proposer -> [verified, accepted]
+    draft_positions: list[list[int]] = []  # of each place in a draft: [verified, accepted]
+    draft_seconds: float = 0.0  # that proposing took
+    wasted_seconds: float = 0.0  # that steps took longer for drafts that were wrong, predicted
+    proposers_dropped: int = 0
     backlog: float = 0.0  # predicted seconds until the prompts known now have been run; 0 where nothing predicts
 
 
@@ -108,6 +113,7 @@ class EngineInfo(msgspec.Struct, array_like=True, frozen=True):
     block_size: int
     load_seconds: float
     choices: list[tuple[str, str, str]]  # (option, value, reason)
+    proposers: tuple[str, ...] = ()  # of drafts
 
 
 class Ready(msgspec.Struct, tag="ready", array_like=True, frozen=True):

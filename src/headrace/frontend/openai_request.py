@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from headrace.config import MOST_DRAFTS, PROPOSERS
 from headrace.frontend.input import Prompt
 from headrace.frontend.structured import FIELDS as FORM_FIELDS
 from headrace.frontend.structured import FormError, grammar_of
@@ -73,7 +74,7 @@ class BodyRequest:
 def known_fields(url: str) -> set[str]:
     """Fields that a body sent to `url` may have."""
     own = _CHAT_ONLY if url == CHAT else _COMPLETION_ONLY
-    return {"model", "stream", *_SAME_NAME, *_HARMLESS, *FORM_FIELDS, *own}
+    return {"model", "stream", "speculative", *_SAME_NAME, *_HARMLESS, *FORM_FIELDS, *own}
 
 
 def parse_body(url: str, body: Any, defaults: SamplingParams) -> BodyRequest:
@@ -187,6 +188,8 @@ def _params(given: Mapping[str, Any], chat: bool, defaults: SamplingParams) -> S
     else:
         changes.setdefault("max_tokens", COMPLETION_MAX_TOKENS)
         changes |= {name: given[name] for name in ("logprobs", "best_of") if name in given}
+    if given.get("speculative") is not None:
+        changes |= _speculative(given["speculative"])
     try:
         changes["grammar"] = grammar_of(given)
     except FormError as error:
@@ -201,6 +204,27 @@ def _params(given: Mapping[str, Any], chat: bool, defaults: SamplingParams) -> S
         if near == "max_tokens" and "max_completion_tokens" in given:
             text, near = text.replace("max_tokens", "max_completion_tokens", 1), "max_completion_tokens"
         raise BodyError(text, near) from None
+
+
+def _speculative(value: Any) -> dict[str, Any]:
+    """The sampling options that `speculative` stands for: {"method": .., "num_tokens": .., "off": true}."""
+    if not isinstance(value, dict):
+        raise BodyError(f"speculative must be an object, not {_kind(value)}", "speculative")
+    if unknown := sorted(map(str, value.keys() - {"method", "num_tokens", "off"})):
+        raise BodyError(f"speculative has method, num_tokens and off, not {unknown[0]!r}", "speculative")
+    changes: dict[str, Any] = {}
+    if value.get("method") is not None:
+        if value["method"] not in PROPOSERS:
+            raise BodyError(f"speculative: method must be one of {', '.join(PROPOSERS)}", "speculative")
+        changes["draft_method"] = value["method"]
+    count = value.get("num_tokens")
+    if count is not None:
+        if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MOST_DRAFTS:
+            raise BodyError(f"speculative: num_tokens must be an integer from 1 to {MOST_DRAFTS}", "speculative")
+        changes["draft_tokens"] = count
+    if _flag(value, "off", False):
+        changes["draft_tokens"] = 0
+    return changes
 
 
 def _chat_logprobs(given: Mapping[str, Any]) -> int | None:

@@ -60,6 +60,8 @@ class Bill:
     output_tokens: int = 0
     preemptions: int = 0
     steps: int = 0  # that held a span of it
+    draft_tokens: int = 0  # verified; speculation
+    accepted_draft_tokens: int = 0
 
     def items(self) -> dict[str, int]:
         """Nanoseconds by item."""
@@ -110,6 +112,8 @@ def merge(bills: Sequence[Bill], request_id: str) -> Bill:
         recomputed_tokens=sum(bill.recomputed_tokens for bill in bills),
         output_tokens=sum(bill.output_tokens for bill in bills),
         preemptions=sum(bill.preemptions for bill in bills),
+        draft_tokens=sum(bill.draft_tokens for bill in bills),
+        accepted_draft_tokens=sum(bill.accepted_draft_tokens for bill in bills),
     )
 
 
@@ -145,6 +149,8 @@ class _Account:
             output_tokens=request.num_output,
             preemptions=request.num_preemptions,
             steps=self.steps,
+            draft_tokens=request.drafts_verified,
+            accepted_draft_tokens=request.drafts_accepted,
         )
 
 

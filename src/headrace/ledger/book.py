@@ -13,6 +13,7 @@ JSON. `NullLedger` takes the same calls and keeps nothing. One thread writes; re
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from os import PathLike
 
@@ -37,6 +38,12 @@ class Totals:
     steps_by_bound: dict[str, int] = field(default_factory=lambda: dict.fromkeys(BOUNDS, 0))
     draft_tokens: int = 0  # verified; speculation
     accepted_draft_tokens: int = 0
+    drafts: dict[str, list[int]] = field(default_factory=dict)  # proposer -> [verified, accepted]
+    draft_positions: list[list[int]] = field(default_factory=list)  # of each place in a draft: [verified, accepted]
+    draft_seconds: float = 0.0  # that proposing took
+    verify_seconds: float = 0.0  # that steps are predicted to have taken longer for the drafts in them
+    wasted_seconds: float = 0.0  # of these, for drafts that were wrong
+    proposers_dropped: int = 0  # proposers that failed
     preemptions: int = 0
     refusals: int = 0
     requests: int = 0  # ended
@@ -61,6 +68,24 @@ class Totals:
         for use in record.prefixes:
             self.prompt_tokens += use.num_tokens
             self.cached_tokens += use.num_cached
+
+    def add_drafts(self, verified: Iterable[tuple[str, int, int]], verify_seconds: float) -> None:
+        """(proposer, drafts, accepted) of each span of a step that had drafts, which took it so much longer."""
+        drafted = right = 0
+        for proposer, num_drafts, num_accepted in verified:
+            counts = self.drafts.setdefault(proposer, [0, 0])
+            counts[0] += num_drafts
+            counts[1] += num_accepted
+            drafted, right = drafted + num_drafts, right + num_accepted
+            while len(self.draft_positions) < num_drafts:
+                self.draft_positions.append([0, 0])
+            for position in range(num_drafts):
+                self.draft_positions[position][0] += 1
+                self.draft_positions[position][1] += position < num_accepted
+        self.draft_tokens += drafted
+        self.accepted_draft_tokens += right
+        self.verify_seconds += verify_seconds
+        self.wasted_seconds += verify_seconds * (1 - right / drafted) if drafted else 0.0
 
     def add_bill(self, bill: Bill) -> None:
         self.requests += 1

@@ -69,6 +69,10 @@ def explain_bill(bill: Bill, records: Sequence[StepRecord] = ()) -> str:
             f"{count_text(bill.steps, 'step')}",
         ),
     ]
+    if bill.draft_tokens:
+        share = bill.accepted_draft_tokens / bill.draft_tokens
+        told = f"{bill.accepted_draft_tokens} of {bill.draft_tokens} that were verified were right ({share:.0%})"
+        lines.append(line_text("drafts", told))
     for name, value in bill.items().items():
         share = value / bill.wall if bill.wall else 0.0
         label = name.replace("_", " ")

@@ -4,22 +4,26 @@ the accounts of the requests alive."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import numpy as np
+
+from headrace.core.drafting import Verified
 from headrace.core.plan import StepPlan, StepResult
 from headrace.core.request import Request, TokenOutput
 from headrace.core.scheduler import Scheduler
 from headrace.ledger.bill import Bill, BillKeeper
 from headrace.ledger.book import Ledger
 from headrace.ledger.cost import CostModel
-from headrace.ledger.record import OpenStep, split_tokens
+from headrace.ledger.record import DraftUse, OpenStep, split_tokens
 from headrace.ledger.work import WorkModel
 
 
 class LedgerObserver:
     """A `StepObserver` (core/loop.py) that records every step, bills every request and teaches the cost model.
 
-    `num_rows` is the size of the request table; `clock` is that of `Request.arrival`, in seconds.
+    `num_rows` is the size of the request table, `proposers` are the engine's by number; `clock` is that of
+    `Request.arrival`, in seconds.
     """
 
     def __init__(
@@ -29,11 +33,14 @@ class LedgerObserver:
         cost: CostModel,
         num_rows: int,
         clock: Callable[[], float] = time.monotonic,
+        proposers: Sequence[str] = (),
     ):
         self.ledger = ledger
         self.cost = cost
         self._work = work
         self._bills = BillKeeper(num_rows)
+        self._proposers = proposers
+        self._verified: Callable[[], Sequence[Verified]] = tuple  # by the last step
         self._clock = clock
         self._open: dict[int, tuple[OpenStep, float]] = {}  # with the time at which planning began
         self._last_commit = 0.0
@@ -48,6 +55,7 @@ class LedgerObserver:
 
     def planned(self, plan: StepPlan, scheduler: Scheduler, seconds: float) -> None:
         step = self.ledger.begin(plan.step_id)
+        self._verified = lambda: scheduler.verified
         trace, pool = scheduler.trace, scheduler.kv.pool
         step.num_spans = plan.num_spans
         step.num_prefill_tokens, step.num_decode_tokens = split_tokens(plan)
@@ -65,10 +73,11 @@ class LedgerObserver:
         step, began = self._open.pop(plan.step_id)
         step.num_output_tokens = sum(map(len, result.tokens))
         step.times, step.commit = result.times, seconds
-        drafted = int(plan.num_drafts.sum())
-        if drafted:
-            self.ledger.totals.draft_tokens += drafted
-            self.ledger.totals.accepted_draft_tokens += sum(result.num_accepted)
+        if verified := self._verified():
+            self._account_drafts(step, plan, verified)
+        totals = self.ledger.totals
+        totals.draft_seconds += result.times.draft
+        totals.proposers_dropped += len(result.dropped)
         decodes = step.num_prefill_tokens == 0 and step.num_decode_tokens == step.num_spans
         own = self.cost.predict_each(self._work, plan.spans, plan.yields, decodes)
         now = self._clock()
@@ -78,6 +87,21 @@ class LedgerObserver:
         self.cost.observe(step.work, step.total - step.times.draft)  # drafting is predicted by itself
         self.ledger.finish(step)
         self._end(outputs, now)
+
+    def _account_drafts(self, step: OpenStep, plan: StepPlan, verified: Sequence[Verified]) -> None:
+        spans = plan.spans.copy()
+        spans[2] -= spans[3]
+        without = self._work.work(spans, int(np.count_nonzero(plan.yields)))
+        extra = max(0.0, self.cost.predict(step.work) - self.cost.predict(without))
+        named = [(self._proposers[each.source], each.num_drafts, each.num_accepted) for each in verified]
+        self.ledger.totals.add_drafts(named, extra)
+        uses: dict[str, list[int]] = {}
+        for name, num_drafts, num_accepted in named:
+            counts = uses.setdefault(name, [0, 0, 0])
+            counts[0] += 1
+            counts[1] += num_drafts
+            counts[2] += num_accepted
+        step.drafts = tuple(DraftUse(name, *counts) for name, counts in uses.items())
 
     def aborted(self, outputs: list[TokenOutput]) -> None:
         self._end(outputs, self._clock())

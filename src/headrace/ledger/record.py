@@ -33,6 +33,15 @@ class Decision(NamedTuple):
     reason: str = ""
 
 
+class DraftUse(NamedTuple):
+    """What became of the drafts of one proposer in one step."""
+
+    proposer: str
+    num_spans: int
+    num_drafts: int
+    num_accepted: int
+
+
 class Judgement(NamedTuple):
     """What bound a step, with the seconds it was judged by. A ledger raises the machine's rates to what steps reach, so
     shares above 1 are only in files of older versions; they read as 1."""
@@ -122,6 +131,7 @@ class StepRecord:
     refusals: tuple[str, ...] = ()  # "request 7 not admitted: needs 12 blocks, 3 free"
     preempted: tuple[str, ...] = ()  # request ids
     prefixes: tuple[PrefixUse, ...] = ()  # what the prefix cache did for the requests admitted for the first time
+    drafts: tuple[DraftUse, ...] = ()  # verified, by proposer
 
     @property
     def bound(self) -> Bound:
@@ -155,6 +165,7 @@ class StepRecord:
         value["refusals"] = self.refusals
         value["preempted"] = self.preempted
         value["prefixes"] = [_use_to_json(use) for use in self.prefixes]
+        value["drafts"] = [use._asdict() for use in self.drafts]
         return value
 
     @classmethod
@@ -175,13 +186,17 @@ class StepRecord:
                 refusals=tuple(value["refusals"]),
                 preempted=tuple(value["preempted"]),
                 prefixes=tuple(_use_from_json(use) for use in value.get("prefixes", ())),
+                drafts=tuple(
+                    DraftUse(str(use["proposer"]), *(_number(use[name]) for name in DraftUse._fields[1:]))
+                    for use in value.get("drafts", ())
+                ),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a step record: {type(error).__name__}: {error}") from None
 
 
 _TIMES = ("prepare", "forward", "logits", "sample", "draft")  # files of older versions have no "draft"
-_COMPOUND = {"work", "times", "judgement", "decisions", "refusals", "preempted", "prefixes"}
+_COMPOUND = {"work", "times", "judgement", "decisions", "refusals", "preempted", "prefixes", "drafts"}
 _SCALARS = tuple(name for name in StepRecord.__dataclass_fields__ if name not in _COMPOUND)
 
 
@@ -229,6 +244,7 @@ class OpenStep:
     refusals: list[str] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
     prefixes: list[PrefixUse] = field(default_factory=list)
+    drafts: tuple[DraftUse, ...] = ()
 
     def decide(self, what: str, chosen: str, alternatives: Iterable[str] = (), reason: str = "") -> None:
         """Note a choice."""
@@ -248,4 +264,5 @@ class OpenStep:
             self.schedule, times, self.commit, total, self.predicted,
             judge(facts, self.work, times, self.schedule + self.commit, total),
             tuple(self.decisions), tuple(self.refusals), tuple(self.preempted), tuple(self.prefixes),
+            self.drafts,
         )  # fmt: skip

@@ -28,6 +28,12 @@ class _Past:
     numbers: Tally[str] = field(default_factory=Tally)
     seconds: dict[str, float] = field(default_factory=dict)
     steps: Tally[str] = field(default_factory=Tally)
+    drafts: Tally[tuple[str, str, int]] = field(default_factory=Tally)  # (label, its value, 0 verified or 1 accepted)
+
+
+def _by_position(stats: Stats) -> dict[str, list[int]]:
+    """[verified, accepted] of each place in a draft, from "1" on."""
+    return {str(place): pair for place, pair in enumerate(stats.draft_positions, 1)}
 
 
 class _EngineCollector(Collector):
@@ -46,6 +52,9 @@ class _EngineCollector(Collector):
         for bound, seconds in stats.seconds_by_bound.items():
             past.seconds[bound] = past.seconds.get(bound, 0.0) + seconds
         past.steps.update(stats.steps_by_bound)
+        for label, counts in (("proposer", stats.drafts), ("position", _by_position(stats))):
+            for name, pair in counts.items():
+                past.drafts.update({(label, name, index): count for index, count in enumerate(pair)})
         self.stats, self.up = Stats(), 0
 
     def collect(self) -> Iterator[Metric]:
@@ -80,6 +89,16 @@ class _EngineCollector(Collector):
             steps.add_metric([bound], past.steps[bound] + stats.steps_by_bound.get(bound, 0))
         yield seconds
         yield steps
+        for label, counts in (("proposer", stats.drafts), ("position", _by_position(stats))):
+            for index, what in enumerate(("verified", "accepted")):
+                family = CounterMetricFamily(
+                    f"headrace_drafts_{what}_by_{label}", f"drafts that were {what}, by their {label}", labels=[label]
+                )
+                names = {*counts, *(key[1] for key in past.drafts if key[0] == label)}
+                for name in sorted(names) or ["none"]:
+                    now = counts[name][index] if name in counts else 0
+                    family.add_metric([name], now + past.drafts[label, name, index])
+                yield family
 
 
 _TOTALS = {
@@ -89,6 +108,9 @@ _TOTALS = {
     "preemptions": "choices that gave up their memory and were computed again",
     "draft_tokens": "tokens drafted by speculation and verified",
     "accepted_draft_tokens": "of them, those that were right",
+    "draft_seconds": "time that proposing tokens took",
+    "wasted_seconds": "time that steps are predicted to have taken longer for drafts that were wrong",
+    "proposers_dropped": "proposers of drafts that failed and are asked no more",
 }
 
 

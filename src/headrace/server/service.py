@@ -73,7 +73,8 @@ class Service:
     # -- the engine's news
 
     def _ready(self, info: EngineInfo) -> None:
-        self._processor = InputProcessor(self.model.tokenizer, self.model.spec, info.max_model_len)
+        model = self.model
+        self._processor = InputProcessor(model.tokenizer, model.spec, info.max_model_len, proposers=info.proposers)
         self.metrics.engine.up = 1
         self.metrics.engine.stats = Stats(blocks_total=info.num_blocks)
         self.ready.set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from headrace.config import MOST_DRAFTS, PROPOSERS
 from headrace.frontend.input import MAX_PRIORITY
 from headrace.sampling.params import (
     MAX_BAD_WORD_LENGTH,
@@ -66,6 +67,7 @@ _MORE: dict[str, Schema] = {
     "beam_width": integer(1, MAX_CHOICES),
     "length_penalty": number(-10, 10),
     "early_stopping": BOOLEAN,
+    "speculative": record({}, {"method": one_of(*PROPOSERS), "num_tokens": integer(1, MOST_DRAFTS), "off": BOOLEAN}),
     "return_tokens_as_token_ids": BOOLEAN,
     "response_format": any_of(_PLAIN_FORM, _SCHEMA_FORM),
     "structured_outputs": OBJECT,
