@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 
 import pytest
 
@@ -138,6 +139,8 @@ def test_truncation_and_bans_keep_the_form(llm):
         (schema({"type": "integer", "minimum": 5, "maximum": 3}), ""),
         (schema({"type": "string", "minLength": 5, "maxLength": 3}), ""),
         (schema({"type": "bogus"}), "bogus"),
+        (schema({"$ref": "#"}), "no text can begin"),
+        (Grammar("regex", r"[^\s\S]"), "no text can begin"),
         (Grammar("json_schema", "[1]"), ""),
         (Grammar("json_schema", '"x"'), ""),
         (Grammar("regex", "("), "unclosed"),
@@ -151,6 +154,33 @@ def test_what_cannot_be_used_is_refused(llm, grammar, words):  # G05, G06
         llm.generate("abc", SamplingParams(grammar=grammar))
     assert words in str(refusal.value)
     json.loads(answer(llm, FORM, seed=1))
+
+
+AMBIGUOUS = Grammar("grammar", 'start: e\ne: e e e | "a" | "b" e\n')
+
+
+def test_a_grammar_that_takes_too_long_ends_its_request_alone(llm, monkeypatch):
+    """Each token doubles the ways to read the text, and the others of a step wait for all of them to be looked at."""
+    other = SamplingParams(grammar=FORM, seed=1, max_tokens=200)
+    expected = llm.generate("abc", other)[0].outputs[0].text
+    monkeypatch.setattr("headrace.sampling.grammar.WORK", 0.1)
+    monkeypatch.setattr("headrace.sampling.grammar.WORK_A_MASK", 0.001)
+    endless = SamplingParams(grammar=AMBIGUOUS, temperature=0, min_tokens=600, max_tokens=600)
+    began = time.thread_time()
+    outputs = llm.generate(["abc", "abc"], [endless, other])
+    (long,), (short,) = outputs[0].outputs, outputs[1].outputs
+    assert long.finish_reason == "error" and "ambiguous" in long.error
+    assert short.finish_reason == "stop" and short.text == expected
+    assert time.thread_time() - began < 20
+
+
+def test_a_grammar_that_cannot_be_followed_further_is_no_end(llm):
+    """The library gives up on such a text; that must not look as if it had come to its end."""
+    grammar = Grammar("regex", "(.*a.{1,400}b.{1,400}){9}c")
+    bias = {llm.engine.tokenizer.token_id(letter): 30.0 for letter in "ab"}
+    params = SamplingParams(grammar=grammar, temperature=1.0, seed=1, max_tokens=300, logit_bias=bias)
+    (choice,) = llm.generate("abc", params)[0].outputs
+    assert choice.finish_reason == "error" and "grammar" in choice.error
 
 
 def test_options_that_exclude_a_grammar():

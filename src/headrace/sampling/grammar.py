@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 KEPT = 64  # compiled grammars
+# Seconds of work that a text may cost in all, and besides for each of its masks: what is very ambiguous takes longer with
+# every token, and all requests of a step wait for it.
+WORK, WORK_A_MASK = 0.5, 0.02
 # JSON's own whitespace, but not without end: models that love blanks would never come to the point
 _JSON_OPTIONS: Any = {"whitespace_pattern": r"[ \t\n\r]{0,8}"}
 
@@ -79,6 +83,10 @@ class GrammarCompiler:
         matcher = LLMatcher(self._vocabulary(), source, log_level=0)
         if matcher.is_error():
             raise GrammarError(f"the {grammar.kind} cannot be used: {matcher.get_error().strip()[:500]}")
+        first = matcher.deep_copy()
+        first.compute_bitmask()
+        if first.is_error():  # as {"$ref": "#"}
+            raise GrammarError(f"the {grammar.kind} cannot be used: no text can begin as it says")
         return matcher
 
     def _vocabulary(self) -> LLTokenizer:
@@ -119,6 +127,20 @@ class _Follower:
     admission: int
     matcher: LLMatcher
     tokens: list[int] = field(default_factory=list)
+    asked: int = 0  # masks
+    spent: float = 0.0  # seconds of processor time, for all of them
+
+    def mask(self, tokens: Sequence[int], bits: np.ndarray) -> bool:
+        """Write down which tokens may come after `tokens`; False if the grammar does not allow these, cannot be followed
+        any further, or asks for too much work."""
+        began = time.thread_time()
+        found = self.follow(tokens)
+        if found:
+            self.matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+            found = not self.matcher.is_error()
+        self.asked += 1
+        self.spent += time.thread_time() - began
+        return found and self.spent <= WORK + WORK_A_MASK * self.asked
 
     def follow(self, tokens: Sequence[int]) -> bool:
         """Stand after `tokens`; False if the grammar does not allow them."""
@@ -136,7 +158,7 @@ class _Follower:
 
 class GrammarTokens:
     """Tokens that a row's grammar does not allow are impossible; at the end of its text only end-of-sequence tokens are
-    possible. Behind a draft that it does not allow, nothing is."""
+    possible. Behind a draft that it does not allow, nothing is; nor where it takes too much work to go on."""
 
     def __init__(self, compiler: GrammarCompiler):
         self._compiler = compiler
@@ -152,8 +174,7 @@ class GrammarTokens:
         for index in table.constrained[batch.rows].nonzero()[0].tolist():
             row, end = int(batch.rows[index]), int(batch.positions[index])
             follower = self._follower(row, batch)
-            if follower.follow(batch.token_ids[row, int(table.prompt_len[row]) : end].tolist()):
-                follower.matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+            if follower.mask(batch.token_ids[row, int(table.prompt_len[row]) : end].tolist(), bits):
                 allowed = np.unpackbits(bits.view(np.uint8), count=size, bitorder="little").view(bool)
                 logits[index] = xp.where(xp.asarray(allowed), logits[index], -xp.inf)
             else:
