@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from headrace.cli.main import main
+from headrace.device.cuda import GpuFacts
 from headrace.doctor import gpu, processor
+from headrace.ledger.machine import MachineFacts
 from headrace.ops.native.library import PATH_STATES, available, available_paths, library, path_states
 from tiny import write_tiny_llama
 
@@ -83,3 +85,15 @@ def test_no_model_on_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
 
     monkeypatch.setenv("HEADRACE_HOME", str(tmp_path))
     assert decode(None).findings == [("measured", "no: no model is on disk (headrace pull fetches one)")]
+
+
+def test_a_gpu_is_told_with_its_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = GpuFacts("Some GPU", (9, 0), 100 * 10**9, 140 * 10**9, 132)
+    monkeypatch.setattr(gpu, "maybe_present", lambda: True)
+    monkeypatch.setattr(gpu, "unavailable_reason", lambda: None)
+    monkeypatch.setattr(gpu, "gpu_facts", lambda: facts)
+    monkeypatch.setattr(gpu, "gpu_machine_facts", lambda name: MachineFacts(name, 4.4e12, 7.5e14, 1, 0.0))
+    found = dict(gpu.gpu().findings)
+    assert found["name"] == "Some GPU, compute capability 9.0" and found["memory"] == "100.0 of 140.0 GB free"
+    assert found["reading"] == "4.40 TB/s" and found["bfloat16"] == "750 TFLOP/s in a large product"
+    assert "reading" not in dict(gpu.gpu(measure=False).findings)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from importlib import metadata
+
 from headrace.device.cuda import gpu_facts, maybe_present, unavailable_reason
 from headrace.doctor.section import Section
+from headrace.ledger.gpu import gpu_machine_facts
 
 
-def gpu() -> Section:
+def gpu(measure: bool = True) -> Section:
     """The GPU that `device=auto` would take, or why there is none."""
     section = Section("GPU")
     if not maybe_present():
@@ -21,4 +24,21 @@ def gpu() -> Section:
     section.add("name", f"{facts.name}, compute capability {facts.capability[0]}.{facts.capability[1]}")
     section.add("memory", f"{facts.free_memory / 1e9:.1f} of {facts.total_memory / 1e9:.1f} GB free")
     section.add("processors", facts.num_processors)
+    section.add("software", ", ".join(f"{name} {_version(name)}" for name in ("torch", "triton")))
+    early = facts.capability >= (9, 0)
+    section.add("launches", "kernels start while the one before ends" if early else "kernels start one after the other")
+    section.add(
+        "attention", "triton, with the library's for long prompts without a prefix; native and reference: CPU only"
+    )
+    if measure:
+        rates = gpu_machine_facts(facts.name)
+        section.add("reading", f"{rates.read_bandwidth / 1e12:.2f} TB/s")
+        section.add("bfloat16", f"{rates.flops / 1e12:.0f} TFLOP/s in a large product")
     return section
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "missing"

@@ -10,7 +10,7 @@ from headrace.doctor.processor import kernels, processor
 from headrace.doctor.rates import decode, rates
 from headrace.doctor.section import Section
 
-DEVICES: list[Callable[[], Section]] = [gpu]  # a kind of device adds its section here
+DEVICES: list[Callable[[bool], Section]] = [gpu]  # a kind of device adds its section here
 
 
 def sections(measure: bool = True, model: str | None = None) -> list[Section]:
@@ -18,4 +18,4 @@ def sections(measure: bool = True, model: str | None = None) -> list[Section]:
     found = [processor(), kernels(), attention()]
     if measure:
         found += [rates(), decode(model)]
-    return found + [device() for device in DEVICES]
+    return found + [device(measure) for device in DEVICES]

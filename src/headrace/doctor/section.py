@@ -1,4 +1,5 @@
-"""A section of the report. A device adds one: a function that takes no argument and returns a Section."""
+"""A section of the report. A device adds one: a function that is told whether to measure and returns
+a Section."""
 
 from __future__ import annotations
 
