@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 KEPT = 64  # compiled grammars
-# Seconds of work that a text may cost in all, and besides for each of its masks: what is very ambiguous takes longer with
-# every token, and all requests of a step wait for it.
+# Seconds of work that a text may cost in all, and besides for each of its masks: what is very ambiguous takes longer
+# with every token, and all requests of a step wait for it.
 WORK, WORK_A_MASK = 0.5, 0.02
 # JSON's own whitespace, but not without end: models that love blanks would never come to the point
 _JSON_OPTIONS: Any = {"whitespace_pattern": r"[ \t\n\r]{0,8}"}
@@ -131,8 +131,8 @@ class _Follower:
     spent: float = 0.0  # seconds of processor time, for all of them
 
     def mask(self, tokens: Sequence[int], bits: np.ndarray) -> bool:
-        """Write down which tokens may come after `tokens`; False if the grammar does not allow these, cannot be followed
-        any further, or asks for too much work."""
+        """Write down which tokens may come after `tokens`; False if the grammar does not allow these, cannot be
+        followed any further, or asks for too much work."""
         began = time.thread_time()
         found = self.follow(tokens)
         if found:

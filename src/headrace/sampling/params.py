@@ -20,8 +20,8 @@ MAX_TOKEN_ID = 2**31 - 1
 MAX_GRAMMAR = 1 << 18  # characters
 # the error of a request whose own parameters leave nothing to say
 NONE_ALLOWED = (
-    "no token is allowed here: allowed_token_ids, bad_words, min_tokens and the grammar leave none, or the grammar is too "
-    "ambiguous to be followed any further"
+    "no token is allowed here: allowed_token_ids, bad_words, min_tokens and the grammar leave none, or the grammar is "
+    "too ambiguous to be followed any further"
 )
 GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
 
