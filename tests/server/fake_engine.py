@@ -106,7 +106,10 @@ class FakeEngine:
 
 
 def make(args: EngineArgs) -> FakeEngine:
-    if os.environ.get("FAKE_FAILS_TO_LOAD"):
+    failure = os.environ.get("FAKE_FAILS_TO_LOAD")
+    if failure == "memory":
+        raise MemoryError("Unable to allocate 1 TiB")
+    if failure:
         raise RuntimeError("the scripted load failure")
     return FakeEngine(args)
 

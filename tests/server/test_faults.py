@@ -175,6 +175,13 @@ def test_an_engine_that_cannot_load(tiny_model):
         assert "the scripted load failure" in server.log and "Traceback" in server.log
 
 
+def test_no_memory_to_load_says_what_to_do(tiny_model):
+    with Server(fake_command(tiny_model), {"FAKE_FAILS_TO_LOAD": "memory"}, wait_ready=False) as server:
+        assert server.process.wait(10) == 2
+        told = server.lines[-1]
+        assert told.startswith("headrace: error: not enough memory") and "kv_cache" in told, server.log
+
+
 def test_the_engine_is_restarted(tiny_model):
     options = ("--on-engine-death", "restart", "--served-model-name", "tiny")
     with Server(serve_command(tiny_model, *options)) as server:

@@ -70,6 +70,11 @@ def test_variables_of_the_template(named):
 
     assert length(chat_template_kwargs={"style": "abcd"}) == length() + 4
     assert named.chat(chat_template_kwargs={"messages": []}, max_tokens=1).status == 400
+    deep: object = 1
+    for _ in range(900):
+        deep = {"a": deep}
+    refused = named.chat(chat_template_kwargs={"style": deep}, max_tokens=1)
+    assert refused.status == 400 and "too deeply" in refused.message
 
 
 def test_priorities_are_taken(named):

@@ -134,6 +134,7 @@ def test_a_head_that_never_comes(tiny_model):
     "options",
     [
         {"port": 70_000},
+        {"host": ""},
         {"max_queue": -1},
         {"drain_timeout": 0},
         {"api_key_file": "/nonexistent/keys"},

@@ -88,7 +88,8 @@ def test_blocks_as_messages():
     }  # fmt: skip
     body, ignored = chat_body(given, "enable_thinking")
     system, user, called, result, more = body["messages"]
-    assert (system, user["content"]) == ({"role": "system", "content": "s"}, "a") and not ignored
+    assert (system, user["content"]) == ({"role": "system", "content": "s"}, "a")
+    assert ignored == ["thinking.budget_tokens"]  # how much is thought is up to the model
     assert (called["content"], called["reasoning_content"]) == ("I look", "why")
     assert called["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"é": 1}'}
     assert result == {"role": "tool", "tool_call_id": "1", "name": "f", "content": "Error: no"}
@@ -115,7 +116,7 @@ def test_blocks_as_messages():
         ("temperature", [-1, "x"]),
         ("tools", [5, [5], [{"type": "web_search_20250305", "name": "web_search"}], [{"name": "a b"}]]),
         ("tool_choice", ["auto", {"type": "any"}, {"type": "maybe"}]),
-        ("thinking", [True, {"type": "maybe"}]),
+        ("thinking", [True, {"type": "maybe"}, {"type": "enabled", "budget_tokens": "many"}]),
         ("output_config", [5, {"format": {"type": "xml"}}]),
         ("stream", ["yes"]),
     ],

@@ -74,7 +74,11 @@ class ChatTemplate:
         """
         if not messages:
             raise ChatTemplateError("messages is empty; give at least one message")
-        chat = [_plain_message(message) for message in messages]
+        try:
+            chat = [_plain_message(message) for message in messages]
+            given = _plain({**variables, "tools": tools, "documents": documents})
+        except RecursionError:
+            raise ChatTemplateError("what the chat template is given is nested too deeply") from None
         tag = ""
         if continue_final_message:
             if add_generation_prompt:
@@ -84,10 +88,8 @@ class ChatTemplate:
             self._template(bool(tools)),
             {
                 **self._special_tokens,
-                **{name: _plain(value) for name, value in variables.items()},
+                **given,
                 "messages": chat,
-                "tools": None if tools is None else _plain(tools),
-                "documents": None if documents is None else _plain(documents),
                 "add_generation_prompt": add_generation_prompt,
             },
         )

@@ -9,6 +9,7 @@ What it steps is made by a factory, "module:function", so that tests and benchma
 from __future__ import annotations
 
 import contextlib
+import errno
 import faulthandler
 import gc
 import importlib
@@ -269,6 +270,8 @@ def main() -> int:
         EngineLoop(engine, inbox, outbox).run()
     except BaseException as error:
         summary = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+            summary = f"not enough memory ({error}): give less to the KV cache (kv_cache), or take a smaller model"
         user = engine is None and isinstance(error, (ValueError, OSError, MemoryError))
         outbox.send(Died(summary, summary if user else traceback.format_exc(), user))
         status = 1

@@ -58,6 +58,10 @@ class Exchange:
     async def body(self, limit: int, seconds: float) -> bytes:
         """The whole body. ApiError 413 above `limit` bytes, 408 when it takes longer than `seconds`."""
         length = self.headers.get("content-length", "")
+        if length and "transfer-encoding" in self.headers:  # what a proxy before this server may read otherwise
+            raise ApiError(
+                400, "content-length and transfer-encoding exclude each other", headers={"connection": "close"}
+            )
         if length.isdigit() and int(length) > limit:
             raise _too_large(limit)
         try:

@@ -41,6 +41,8 @@ class ServerArgs:
     log_requests: bool = option(True, "one line for each request on stderr, never any of its text")
 
     def __post_init__(self) -> None:
+        if not self.host:  # the system would take it for every address
+            raise ConfigError("host must not be empty; 127.0.0.1 is this machine alone, 0.0.0.0 every address of it")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be between 0 and 65535, not {self.port}")
         for name in ("max_stored", "max_queue", "max_per_key", "request_timeout"):

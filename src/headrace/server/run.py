@@ -17,12 +17,15 @@ import time
 from collections import deque
 from collections.abc import Iterator
 
+import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from headrace.config import ConfigError
 from headrace.frontend.engine_client import Death
 from headrace.server.app import App
+from headrace.server.errors import ApiError
+from headrace.server.http import ErrorShape
 from headrace.server.service import Service
 
 logger = logging.getLogger("headrace.server")
@@ -76,6 +79,19 @@ def _protocol(seconds: float, write_seconds: float) -> type[H11Protocol]:
                 self._stop_waiting_for_head()
             elif self._head is None and not self.transport.is_closing():  # a part of the next head
                 self._head = self.loop.call_later(seconds, self._close_for_head)
+
+        def send_400_response(self, msg: str) -> None:
+            """What is no HTTP is refused in the shape of other errors, unless an answer has begun."""
+            if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+                body = ErrorShape().body(ApiError(400, "this is no valid HTTP request"))
+                headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
+                answer = (
+                    h11.Response(status_code=400, headers=list(headers.items()), reason="Bad Request"),
+                    h11.Data(data=body),
+                    h11.EndOfMessage(),
+                )
+                self.transport.write(b"".join(self.conn.send(part) or b"" for part in answer))
+            self.transport.close()
 
         def _close_for_head(self) -> None:
             self._head = None

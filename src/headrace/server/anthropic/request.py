@@ -34,7 +34,7 @@ def chat_body(value: Mapping[str, Any], source: str, *, counting: bool = False) 
     if "tools" in given:
         body["tools"] = _tools(given["tools"])
     body |= _tool_choice(given.get("tool_choice")) | _form(given)
-    thinking = _thinking(given.get("thinking"))
+    thinking = _thinking(given.get("thinking"), ignored)
     body["include_reasoning"] = thinking
     if "enable_thinking" in source:
         own = body.get("chat_template_kwargs", {})
@@ -180,11 +180,16 @@ def _form(given: Mapping[str, Any]) -> dict[str, Any]:
     return body
 
 
-def _thinking(value: Any) -> bool:
-    """Whether the answer's reasoning is wanted."""
+def _thinking(value: Any, ignored: list[str]) -> bool:
+    """Whether the answer's reasoning is wanted. How much of it is up to the model, so a budget is ignored."""
     if value is None:
         return False
     kind = value.get("type") if isinstance(value, Mapping) else None
     if kind not in ("enabled", "disabled", "adaptive"):
         raise bad_request("thinking must be an object of type enabled, adaptive or disabled", "thinking")
+    budget = value.get("budget_tokens")
+    if budget is not None:
+        if isinstance(budget, bool) or not isinstance(budget, int) or budget < 1:
+            raise bad_request("thinking.budget_tokens must be an integer of at least 1", "thinking")
+        ignored.append("thinking.budget_tokens")
     return kind != "disabled"
