@@ -79,7 +79,8 @@ class PendingStep:
             tokens=tokens,
             num_accepted=[0] * plan.num_spans,
             errors=errors,
-            times=StageTimes(prepare=self._prepare, forward=waited),
+            # what of sending it the GPU did not hide: where there is any, the host is what bounds the step
+            times=StageTimes(prepare=max(0.0, self._prepare - waited), forward=waited),
         )
 
 
