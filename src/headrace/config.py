@@ -16,7 +16,7 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "
 DTYPES = ("bfloat16", "float16", "float32")
 PROPOSERS = ("suffix", "ngram", "draft")  # in the order in which they are asked
 MOST_DRAFTS = 64  # at a time
-SPECULATE = ("off", "auto", *PROPOSERS)
+SPECULATE = ("off", "auto", *PROPOSERS, "synthetic")
 
 _MOST = 2**31 - 1
 _MOST_BYTES = 2**60
@@ -73,10 +73,18 @@ class EngineArgs:
     scheduling: Literal["fcfs", "priority"] = option("fcfs", "order in which waiting requests are admitted")
     num_threads: int | None = option(None, "processor threads of the native kernels; none: all this process may use")
     attention_backend: str | None = option(None, "attention kernels to use instead of the selector's choice")
-    speculate: Literal["off", "auto", "suffix", "ngram", "draft"] = option(
+    speculate: Literal["off", "auto", "suffix", "ngram", "draft", "synthetic"] = option(
         "off",
         "draft tokens and verify them together: ngram and suffix look the text up (suffix also in past outputs), draft "
-        "asks draft_model, auto takes for each request what pays most of all these",
+        "asks draft_model, auto takes for each request what pays most of all these; synthetic is for benchmarks",
+    )
+    verify: Literal["same", "residual"] = option(
+        "same",
+        "which drafts are accepted: same text as without speculation, or residual rejection sampling (the same "
+        "distribution, not the same text; drafts of a network are accepted a little more often)",
+    )
+    synthetic_acceptance: float | None = option(
+        None, "with speculate=synthetic: accept drafts at this rate, whatever they are; the text is meaningless"
     )
     draft_model: str | None = option(None, "a smaller model with the same tokens, which drafts: as for model")
     num_draft_tokens: int | None = option(None, "verify always so many drafts; none: as many as the cost model advises")
@@ -131,6 +139,13 @@ class EngineArgs:
         parse_bytes(self.gpu_memory, 1 << 60, "gpu_memory")
         if self.num_draft_tokens is not None and self.speculate == "off":
             raise ConfigError("num_draft_tokens needs a way to draft; give speculate=auto too")
+        rate = self.synthetic_acceptance
+        if (self.speculate == "synthetic") != (rate is not None):
+            raise ConfigError("speculate=synthetic and synthetic_acceptance (0 to 1) are given together or not at all")
+        if rate is not None and not (isinstance(rate, (int, float)) and not isinstance(rate, bool) and 0 <= rate <= 1):
+            raise ConfigError(f"synthetic_acceptance must be a number from 0 to 1, not {_shown(rate)}")
+        if self.verify == "residual" and self.speculate in ("off", "synthetic"):
+            raise ConfigError("verify=residual judges drafts; give speculate=auto, draft, suffix or ngram too")
         if (self.speculate == "draft") > (self.draft_model is not None):
             raise ConfigError("speculate=draft needs draft_model, a smaller model with the same vocabulary")
         if self.draft_model is not None and self.speculate not in ("auto", "draft"):
@@ -145,6 +160,7 @@ class EngineArgs:
             ("kv_dtype", ("auto", "fp32", "bf16", "int8")),
             ("quantize", ("none", "q8", "q4")),
             ("speculate", SPECULATE),
+            ("verify", ("same", "residual")),
         ):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} must be one of {', '.join(allowed)}, not {_shown(getattr(self, name))}")
@@ -173,9 +189,18 @@ class EngineConfig:
     dtype: str = "float32"
     quantize: str = "none"
     suffix_tokens: int = 0
+    verify: str = "same"
+    synthetic_acceptance: float | None = None
     graphs: bool = False
     ttft_slo: float | None = None  # seconds
     itl_slo: float | None = None  # seconds
+
+    @property
+    def label(self) -> str:
+        """How results are labelled that were taken with it."""
+        if self.synthetic_acceptance is None:
+            return self.mode
+        return f"{self.mode} SYNTHETIC acceptance {self.synthetic_acceptance:g}, no real text"
 
 
 def parse_bytes(text: str | int, whole: int, name: str) -> int:

@@ -268,6 +268,11 @@ def resolve(
     if proposers:
         depth_reason = "as asked" if args.num_draft_tokens else "each step verifies what the cost model finds to pay"
         choices.append(Choice("num_draft_tokens", str(args.num_draft_tokens or f"up to {_MOST_DRAFTS}"), depth_reason))
+        if args.verify != "same":
+            choices.append(Choice("verify", args.verify, "as asked: the same distribution, not the same text"))
+        if args.synthetic_acceptance is not None:
+            reason = "as asked, for benchmarks: the text is not the model's"
+            choices.append(Choice("synthetic_acceptance", f"{args.synthetic_acceptance:g}", reason))
         if args.speculate == "auto":
             reason = "for each request and step what pays most, or nothing"
             choices.append(Choice("speculate", ", ".join(proposers), reason))
@@ -275,6 +280,8 @@ def resolve(
         choices.append(Choice("quantize", args.quantize, "as asked"))
     config = EngineConfig(
         quantize=args.quantize,
+        verify=args.verify,
+        synthetic_acceptance=args.synthetic_acceptance,
         suffix_tokens=_SUFFIX_TOKENS if args.suffix_tokens is None else args.suffix_tokens,
         mode=mode,
         max_model_len=max_len,

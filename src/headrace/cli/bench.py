@@ -108,7 +108,7 @@ def latency(arguments: argparse.Namespace) -> int:
         prompts = random_prompts(llm.engine.spec.vocab_size, arguments.batch_size, arguments.prompt_len)
         run_batch(llm, prompts, min(8, arguments.output_len))
         timings = [run_batch(llm, prompts, arguments.output_len) for _ in range(arguments.runs)]
-        what = f"{llm.engine.checkpoint.name} {llm.engine.config.mode}"
+        what = f"{llm.engine.checkpoint.name} {llm.engine.config.label}"
         batch, runs = arguments.batch_size, arguments.runs
         rows = [
             Row(f"{what} ttft {arguments.prompt_len} batch {batch}", "ms", "lower",
@@ -131,7 +131,7 @@ def throughput(arguments: argparse.Namespace) -> int:
         prompts = random_prompts(llm.engine.spec.vocab_size, arguments.num_requests, arguments.prompt_len)
         run_batch(llm, prompts[:1], 2)
         timings = [run_batch(llm, prompts, arguments.output_len) for _ in range(arguments.runs)]
-        what = f"{llm.engine.checkpoint.name} {llm.engine.config.mode}"
+        what = f"{llm.engine.checkpoint.name} {llm.engine.config.label}"
         case = f"{what} offline {arguments.num_requests} x {arguments.prompt_len}+{arguments.output_len}"
         rows = [Row(case, "tok/s", "higher", median([t.output_rate for t in timings]), runs=arguments.runs)]
         return _report(arguments, llm, "throughput", rows)

@@ -71,12 +71,25 @@ class Sampler:
                 ids,
                 xp.asarray(batch.positions[warm], dtype=xp.int64),
                 xp.asarray(batch.table.seed[rows]),
-                xp.asarray(batch.table.choice[rows]),
+                xp.asarray(batch.table.choice[rows] + (batch.stream << 16)),
             )
             chosen[warm] = xp.argmax(logits[warm] + noise, axis=-1)
         scores = xp.take_along_axis(logits, chosen[:, None], axis=-1)[:, 0]
         scores[damaged] = xp.nan
         return chosen, scores, logits
+
+    def judge(
+        self,
+        chosen: np.ndarray,
+        drawn: np.ndarray,
+        staged: Array,
+        batch: SamplingBatch,
+        spans: np.ndarray,
+        drafts: np.ndarray,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens int64 [L], bool [L]: the draft is accepted) of tokens `chosen` from logits `staged` [L, V], where
+        `drawn` [L] says that there was something to draw; `spans` and `drafts` as in `sample`."""
+        return chosen, (drafts >= 0) & (drafts == chosen)
 
     def sample(
         self, logits: Array, batch: SamplingBatch, spans: np.ndarray, num_spans: int, drafts: np.ndarray
@@ -95,8 +108,9 @@ class Sampler:
         chosen, scores = np.asarray(chosen_dev), np.asarray(scores_dev)
         drawn, masked = np.isfinite(scores), _masked(batch)
         first = np.searchsorted(spans, spans)  # index of the first row of each row's span
+        chosen, agreed = self.judge(chosen, drawn, staged, batch, spans, drafts)
         # a position counts if every one before it in its span was drawn and agreed with the draft
-        broken = np.concatenate([[0], np.cumsum(~(drawn & (drafts >= 0) & (drafts == chosen)))])
+        broken = np.concatenate([[0], np.cumsum(~(drawn & agreed))])
         counted = drawn & (broken[:-1] == broken[first])
         column = np.arange(len(spans)) - first
         tokens = np.full((num_spans, 1 + int(column.max())), -1, np.int32)

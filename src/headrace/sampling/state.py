@@ -43,6 +43,11 @@ class SamplingTable:
         self.logprobs = np.full(max_rows, -1, np.int32)  # how many of the best to report beside the chosen; -1: none
         self.prompt_logprobs = np.full(max_rows, -1, np.int32)  # the same of each prompt token
         self.max_drafts = np.zeros(max_rows, np.int32)  # most tokens that may be drafted at a time
+        self.draft_start = np.zeros(max_rows, np.int32)  # position of a row's first draft
+        self.draft_probs: list[Array | None] = [
+            None
+        ] * max_rows  # float32 [K, V] that its drafts were drawn from, where
+        # they were drawn and residual verification wants to know
         self.candidates = np.zeros(max_rows, np.int32)  # best next tokens that a beam search asks for
 
     def set(self, admit: Admit) -> None:
@@ -94,3 +99,4 @@ class SamplingBatch:
     rows: Array  # int32 [L]  row of the request table
     positions: Array  # int32 [L]  position in its sequence of the token to be drawn
     token_ids: Array  # int32 [max rows, max length]  the request table's: what precedes position p is [row, :p]
+    stream: int = 0  # noise of its own, independent of that of other streams; 0: what texts are drawn with

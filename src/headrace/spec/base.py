@@ -18,7 +18,8 @@ class Drafts:
     """Proposed tokens of R rows, to be verified in the next step."""
 
     tokens: np.ndarray  # int32 [R, K]; -1 pads
-    probs: Array | None = None  # float32 [R, K, V]: what each draft was drawn from; None: it was certain
+    probs: list[Array | None] | None = None  # of each row float32 [K, V], what its drafts were drawn from; None: they
+    # are certain, or nobody will ask
     tree: Array | None = None  # int32 [R, K] parent of each node; None: a chain
     sources: np.ndarray | None = None  # int32 [R]  which of the engine's proposers; None: the only one
 

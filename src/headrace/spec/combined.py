@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from headrace.core.plan import Admit, DraftPass
+from headrace.ops.xp import Array
 from headrace.spec.base import DraftContext, Drafts, Proposer
 
 _log = logging.getLogger(__name__)
@@ -81,10 +82,11 @@ def _merged(found: Sequence[tuple[int, Drafts]], num_rows: int) -> Drafts | None
     width = max(drafts.tokens.shape[1] for _, drafts in found)
     tokens = np.full((num_rows, width), -1, np.int32)
     sources = np.zeros(num_rows, np.int32)
-    probs = None
+    probs: list[Array | None] = [None] * num_rows
     for source, drafts in found:
         rows = drafts.tokens[:, 0] >= 0
         tokens[rows, : drafts.tokens.shape[1]] = drafts.tokens[rows]
         sources[rows] = source
-        probs = drafts.probs if drafts.probs is not None else probs  # of the one network; others are certain
-    return Drafts(tokens, probs, sources=sources)
+        for row in rows.nonzero()[0].tolist() if drafts.probs is not None else ():
+            probs[row] = drafts.probs[row]  # type: ignore[index]
+    return Drafts(tokens, probs if any(drafts.probs is not None for _, drafts in found) else None, sources=sources)

@@ -13,6 +13,7 @@ import numpy as np
 
 from headrace.core.plan import Admit, DraftPass
 from headrace.ops.xp import Array
+from headrace.sampling.residual import DRAFT_STREAM, distribution
 from headrace.sampling.sampler import Sampler
 from headrace.sampling.state import SamplingBatch
 from headrace.spec.base import DraftContext, Drafts
@@ -22,14 +23,16 @@ from headrace.spec.draft_runner import DraftRunner
 class DraftModelProposer:
     """A `Proposer` (spec/base.py) over a DraftRunner."""
 
-    def __init__(self, runner: DraftRunner, sampler: Sampler, num_tokens: int, vocab_size: int):
-        """Drafts at most `num_tokens` at a time, of the `vocab_size` tokens of the model that verifies them."""
+    def __init__(self, runner: DraftRunner, sampler: Sampler, num_tokens: int, vocab_size: int, residual: bool = False):
+        """Drafts at most `num_tokens` at a time, of the `vocab_size` tokens of the model that verifies them; for
+        `residual` verification or for that by the same noise."""
         if num_tokens < 1:
             raise ValueError(f"at least one token must be drafted, not {num_tokens}")
         self.runner = runner
         self._sampler = sampler
         self._num_tokens = num_tokens
         self._vocab_size = vocab_size
+        self._residual = residual
 
     @property
     def weight_bytes(self) -> int:
@@ -54,6 +57,7 @@ class DraftModelProposer:
         rows = context.rows[chosen]
         known = context.num_tokens[rows]
         drafts = np.full((len(rows), int(depths.max())), -1, np.int32)
+        probs: list[list[Array]] = [[] for _ in rows]
         going = np.arange(len(rows))  # indices of the rows that still draft
         for column in range(drafts.shape[1]):
             going = going[depths[going] > column]
@@ -62,24 +66,32 @@ class DraftModelProposer:
             at = rows[going]
             positions = known[going] + column
             logits = self._of_vocabulary(self.runner.step(at, positions))
-            tokens, scores = self._draw(logits, context, at, positions)
+            tokens, scores, staged = self._draw(logits, context, at, positions)
             drawn = np.isfinite(scores)  # else no token is allowed here: the draft ends before it
+            for place in drawn.nonzero()[0].tolist() if self._residual else ():
+                probs[going[place]].append(distribution(staged[place]))
             going = going[drawn]
             drafts[going, column] = tokens[drawn]
             context.token_ids[rows[going], positions[drawn]] = tokens[drawn]  # what the next pass reads, and penalties
         self.runner.end(rows, drafts)
         placed = np.full((len(context.rows), drafts.shape[1]), -1, np.int32)
         placed[chosen] = drafts
-        return Drafts(placed)
+        if not self._residual:
+            return Drafts(placed)
+        kept: list[Array | None] = [None] * len(context.rows)
+        for place, each in zip(chosen.tolist(), probs, strict=True):
+            kept[place] = np.stack(each) if each else None
+        return Drafts(placed, kept)
 
     def _draw(
         self, logits: Array, context: DraftContext, rows: np.ndarray, positions: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """(tokens [R], their logits [R]) at the positions, from logits [R, V]."""
+    ) -> tuple[np.ndarray, np.ndarray, Array]:
+        """(tokens [R], their logits [R], all logits after the stages [R, V]) at the positions, from logits [R, V]."""
         assert context.sampling is not None
-        batch = SamplingBatch(context.sampling, rows, positions, context.token_ids)
-        chosen, scores, _ = self._sampler.draw(logits, batch)
-        return np.asarray(chosen), np.asarray(scores)
+        stream = DRAFT_STREAM if self._residual else 0
+        batch = SamplingBatch(context.sampling, rows, positions, context.token_ids, stream)
+        chosen, scores, staged = self._sampler.draw(logits, batch)
+        return np.asarray(chosen), np.asarray(scores), staged
 
     def _of_vocabulary(self, logits: Array) -> Array:
         """Logits of as many tokens as the verifying model has: checkpoints pad their vocabularies differently."""

@@ -35,7 +35,7 @@ from headrace.worker.recorded import RecordedLauncher
 from headrace.worker.table import RequestTable
 
 _CHUNK = 256  # tokens of prompts that rows may catch up with in one call
-_NEAR = 8  # tokens that a row may be behind and draft in the same call
+_NEAR = 32  # tokens that a row may be behind and draft in the same call
 
 
 class _Row:
@@ -107,10 +107,11 @@ class DraftRunner:
     def step(self, rows: np.ndarray, ends: np.ndarray) -> Array:
         """Run rows up to their first `ends` [R] tokens; logits float32 [R, V] of each one's last position."""
         started = time.perf_counter()
-        starts = self._table.num_computed[rows]
-        hidden, batch = self._run(rows, ends - starts)
+        lengths = ends - self._table.num_computed[rows]
+        hidden, batch = self._run(rows, lengths)
         logits = self.model.logits(hidden[batch.logit_index])
-        self.passes.append(DraftPass(len(rows), time.perf_counter() - started))
+        if int(lengths.max()) <= 2:  # a token, and after a whole accepted draft its last one; others catch up
+            self.passes.append(DraftPass(len(rows), time.perf_counter() - started))
         return logits
 
     def end(self, rows: np.ndarray, drafts: np.ndarray) -> None:

@@ -12,6 +12,7 @@ from headrace.models.registry import build_model
 from headrace.models.spec import ModelSpec
 from headrace.quant.base import QuantScheme
 from headrace.sampling.grammar import GrammarCompiler, GrammarTokens
+from headrace.sampling.residual import ResidualSampler, SyntheticSampler
 from headrace.sampling.sampler import Sampler
 from headrace.sampling.stages import default_stages
 from headrace.spec.base import Proposer
@@ -20,6 +21,7 @@ from headrace.spec.draft_model import DraftModelProposer
 from headrace.spec.draft_runner import DraftRunner
 from headrace.spec.ngram import NgramProposer
 from headrace.spec.suffix import SuffixProposer
+from headrace.spec.synthetic import SyntheticProposer
 
 
 @dataclass(frozen=True)
@@ -31,8 +33,15 @@ class DraftSource:
     layout: KVLayout  # of its own cache
 
 
-def make_sampler(grammars: GrammarCompiler | None) -> Sampler:
-    """With every logits stage there is."""
+def make_sampler(config: EngineConfig, grammars: GrammarCompiler | None) -> Sampler:
+    """The verifier that the configuration names, with every logits stage there is."""
+    sampler = _plain_sampler(grammars)
+    if config.synthetic_acceptance is not None:
+        return SyntheticSampler(config.synthetic_acceptance, sampler)
+    return ResidualSampler(sampler.stages) if config.verify == "residual" else sampler
+
+
+def _plain_sampler(grammars: GrammarCompiler | None) -> Sampler:
     return Sampler(default_stages([GrammarTokens(grammars)] if grammars is not None else []))
 
 
@@ -52,7 +61,13 @@ def make_proposer(
         layout = draft.layout
         backend, _ = select_backend("cpu", layout.kv_format, model.attention_layers, layout.block_size)
         runner = DraftRunner(model, layout, backend, config.max_num_seqs, config.max_model_len)
-        return DraftModelProposer(runner, make_sampler(grammars), config.max_draft_tokens, spec.vocab_size)
+        return DraftModelProposer(
+            runner,
+            _plain_sampler(grammars),
+            config.max_draft_tokens,
+            spec.vocab_size,
+            residual=config.verify == "residual",
+        )
 
     def make(name: str) -> Proposer:
         if name == "suffix":
@@ -61,6 +76,8 @@ def make_proposer(
             return NgramProposer(config.max_draft_tokens)
         if name == "draft":
             return make_draft_model()
+        if name == "synthetic":
+            return SyntheticProposer(config.max_draft_tokens)
         raise ValueError(f"no proposer is called {name}")
 
     return CombinedProposer([(name, make(name)) for name in config.proposers])

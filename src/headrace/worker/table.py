@@ -17,9 +17,7 @@ class RequestTable:
         self.token_ids = np.zeros((max_rows, max_len), np.int32)  # known tokens, then drafts
         self.num_tokens = np.zeros(max_rows, np.int32)  # known tokens
         self.num_computed = np.zeros(max_rows, np.int32)  # tokens whose KV is in the cache
-        self.block_tables = tuple(
-            np.zeros((max_rows, -(-max_len // block_size)), np.int32) for _ in range(num_groups)
-        )
+        self.block_tables = tuple(np.zeros((max_rows, -(-max_len // block_size)), np.int32) for _ in range(num_groups))
         self.sampling = SamplingTable(max_rows)
 
     def apply(self, plan: StepPlan) -> None:
@@ -58,6 +56,9 @@ class RequestTable:
             return np.zeros(len(rows), np.int32)
         counts = np.count_nonzero(drafts.tokens >= 0, axis=1).astype(np.int32)
         counts = np.minimum(counts, self.token_ids.shape[1] - self.num_tokens[rows])
-        for row, count, tokens in zip(rows.tolist(), counts.tolist(), drafts.tokens, strict=True):
+        self.sampling.draft_start[rows] = self.num_tokens[rows]
+        probs = drafts.probs if drafts.probs is not None else [None] * len(rows)
+        for row, count, tokens, own in zip(rows.tolist(), counts.tolist(), drafts.tokens, probs, strict=True):
             self.token_ids[row, self.num_tokens[row] : self.num_tokens[row] + count] = tokens[:count]
+            self.sampling.draft_probs[row] = own
         return counts

@@ -43,7 +43,7 @@ class Worker:
             KVCache(layout),
             RequestTable(config.max_num_seqs, config.max_model_len, len(layout.groups), layout.block_size),
             backend,
-            make_sampler(grammars),
+            make_sampler(config, grammars),
             self.proposer,
         )
 

@@ -1,0 +1,117 @@
+"""Two other judges of drafts: textbook rejection sampling, and a coin for benchmarks.
+
+p is the distribution of the model that verifies, after every logits stage; q that which the draft was drawn from. (Some
+texts have the letters the other way round.)
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from headrace import ops
+from headrace.ops.noise import philox
+from headrace.ops.xp import Array
+from headrace.sampling.sampler import Sampler
+from headrace.sampling.state import SamplingBatch
+
+DRAFT_STREAM = 1  # noise that drafts are drawn with here: not that of the tokens which take their place
+_COIN = 1  # the last word of a counter; that of token noise is 0
+_MASK = 0xFFFFFFFF
+
+
+def coins(batch: SamplingBatch, index: np.ndarray) -> np.ndarray:
+    """Uniform numbers in (0, 1), float64 [N], of (seed, choice, position) at places `index` of the batch."""
+    rows = batch.rows[index]
+    seeds, choices = batch.table.seed[rows], batch.table.choice[rows]
+    counter = (np.zeros_like(seeds), batch.positions[index].astype(np.int64), choices, np.full_like(seeds, _COIN))
+    word = philox(counter, (seeds & _MASK, (seeds >> 32) & _MASK))[0]
+    return (word.astype(np.float64) + 0.5) / 2.0**32
+
+
+class ResidualSampler(Sampler):
+    """Rejection sampling (Leviathan et al. 2023, appendix A.1; Chen et al. 2023, algorithm 2): draft x is accepted with
+    probability min(1, p(x) / q(x)); where it is not, the token is drawn from norm(max(0, p - q)), and the rest of the
+    draft is dropped. After a draft that was accepted whole comes one more token, from p.
+
+    Texts have the distribution that they have without drafts, but they are not the same texts. A draft of a look-up is
+    certain (q is 1 there); of greedy rows p is.
+    """
+
+    def judge(
+        self,
+        chosen: np.ndarray,
+        drawn: np.ndarray,
+        staged: Array,
+        batch: SamplingBatch,
+        spans: np.ndarray,
+        drafts: np.ndarray,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        tokens, agreed = chosen.copy(), (drafts >= 0) & (drafts == chosen)
+        tested = np.flatnonzero((drafts >= 0) & drawn & (batch.table.temperature[batch.rows] > 0))
+        broken = -1  # the span whose draft was refused last: what follows in it does not matter
+        for index, coin in zip(tested.tolist(), coins(batch, tested).tolist(), strict=True):
+            if spans[index] == broken:
+                continue
+            draft = int(drafts[index])
+            probs = distribution(np.asarray(staged[index], np.float64))
+            drafted = _drafted(batch, index)
+            agreed[index] = coin * (1.0 if drafted is None else drafted[draft]) < probs[draft]
+            if agreed[index]:
+                tokens[index] = draft
+                continue
+            broken = int(spans[index])
+            if drafted is None:
+                probs[draft] = 0.0
+            else:
+                np.maximum(probs - drafted, 0.0, out=probs)
+            if probs.any():  # else rounding has refused what is as likely as it was drawn: the plain draw will do
+                tokens[index] = _draw(probs, batch, index)
+        return tokens, agreed
+
+
+class SyntheticSampler(Sampler):
+    """Accepts each draft with a given probability, whatever it is. For benchmarks: time is spent as with drafts of that
+    quality, but the text is nobody's."""
+
+    def __init__(self, acceptance: float, sampler: Sampler):
+        super().__init__(sampler.stages)
+        self._acceptance = acceptance
+
+    def judge(
+        self,
+        chosen: np.ndarray,
+        drawn: np.ndarray,
+        staged: Array,
+        batch: SamplingBatch,
+        spans: np.ndarray,
+        drafts: np.ndarray,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        return chosen, (drafts >= 0) & (coins(batch, np.arange(len(chosen))) < self._acceptance)
+
+
+def distribution(logits: np.ndarray) -> np.ndarray:
+    """Probabilities [V] of logits [V]; float32 in, float32 out."""
+    probs: np.ndarray = np.exp(logits - logits.max())
+    return probs / probs.sum()
+
+
+def _drafted(batch: SamplingBatch, index: int) -> np.ndarray | None:
+    """What the draft of this place was drawn from, float64 [V]; None if it was certain."""
+    row = int(batch.rows[index])
+    probs = batch.table.draft_probs[row]
+    if probs is None:
+        return None
+    return np.asarray(probs[int(batch.positions[index]) - int(batch.table.draft_start[row])], np.float64)
+
+
+def _draw(probs: np.ndarray, batch: SamplingBatch, index: int) -> int:
+    """A token of an unnormalised distribution [V], with the noise of its position."""
+    row = batch.rows[index : index + 1]
+    noise = ops.gumbel_noise(
+        np.arange(len(probs), dtype=np.int64),
+        batch.positions[index : index + 1].astype(np.int64),
+        batch.table.seed[row],
+        batch.table.choice[row],
+    )
+    with np.errstate(divide="ignore"):
+        return int(np.argmax(np.log(probs) + np.asarray(noise)[0]))
