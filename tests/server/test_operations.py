@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 import subprocess
+import time
+from pathlib import Path
 
-from harness import CHAT, TEXT, serve_command, strict, until
+import pytest
+from harness import CHAT, TEXT, Server, serve_command, strict, until
 
 
 def test_models(server):
@@ -119,3 +122,20 @@ def test_bad_starts_say_why(tiny_model, server):
 def test_posts_without_a_body(server):
     for path in (CHAT, TEXT):
         assert server.ask("POST", path, None).status == 400
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="reads Linux's /proc/PID/task/*/schedstat")
+def test_an_engine_without_work_takes_no_processor(tiny_model):
+    """Nor do the threads of its kernels and of numpy's, which may spin for a moment only: clients are served on the
+    same processors."""
+    with Server(serve_command(tiny_model, "--num-threads", "2"), {"HEADRACE_NATIVE": "1"}) as server:
+
+        def spent() -> float:
+            """Seconds of processor time of the engine's threads."""
+            tasks = Path(f"/proc/{server.engine_pid}/task").iterdir()
+            return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
+
+        server.text("a" * 200, max_tokens=20, ignore_eos=True)
+        before = spent()
+        time.sleep(0.5)
+        assert spent() - before < 0.02
