@@ -281,6 +281,8 @@ def test_the_command_saturates(scripted, tmp_path, capsys):
     [
         (["--url", "http://127.0.0.1:9"], "no server answers"),
         (["--rate", "0"], "--rate must be above 0"),
+        (["--rate", "inf"], "--rate must be above 0, and finite"),
+        (["--timeout", "1e-9"], "TimeoutError"),
         (["--clients", "0"], "--clients must be"),
         (["--num-requests", "0"], "count must be"),
         (["--saturate"], "needs an objective"),

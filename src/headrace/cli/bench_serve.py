@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -120,8 +121,8 @@ def _settings(arguments: argparse.Namespace) -> tuple[Workload, list[Pattern], O
 
     for name in ("runs", "timeout", "seconds", "rate", "burstiness", "ttft_slo", "tpot_slo", "e2e_slo"):
         value = getattr(arguments, name)
-        if value is not None and not value > 0:
-            raise ValueError(f"--{name.replace('_', '-')} must be above 0")
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"--{name.replace('_', '-')} must be above 0, and finite")
     workload = Workload(
         kind=arguments.workload, count=arguments.num_requests, prompt_len=arguments.prompt_len,
         output_len=arguments.output_len, spread=arguments.spread, prefix_len=arguments.prefix_len,
