@@ -250,6 +250,13 @@ THINK = Thinking("<think>", "</think>")
         (Beginning.OPEN, "a</think>\n" + call("f", CITY), "", "a", [("f", CITY)]),
         (Beginning.OPEN, call("f", "{}") + "</think>x", "x", call("f", "{}"), []),
         (Beginning.ANSWER, "Yes </think>", "Yes </think>", "", []),
+        (Beginning.OPEN, "a</think>\n</think>\n\nYes </think>", "Yes </think>", "a", []),
+        (Beginning.OPEN, "a</think></think>\n" + call("f", CITY), "", "a", [("f", CITY)]),
+        (Beginning.OPEN, "a</think> </thin", "</thin", "a", []),
+        (Beginning.ANSWER, "\n</think>\n\nYes", "Yes", "", []),
+        (Beginning.ANSWER, " \n</thing> Yes", " \n</thing> Yes", "", []),
+        (Beginning.ANSWER, " ", " ", "", []),
+        (Beginning.ANSWER, " " * 500 + "</think>", " " * 500 + "</think>", "", []),
     ],
 )
 def test_thinking(beginning, text, content, reasoning, calls, size):

@@ -33,6 +33,25 @@ class PromptTokens:
     rendered: str = ""  # of a chat
 
 
+class _Reasoning:
+    """Counts a choice's tokens of reasoning as they come, the tags around it included."""
+
+    def __init__(self, request: ApiRequest, tokenizer: Tokenizer):
+        assert request.plan is not None
+        self._parser = request.plan.parser()
+        self._detokenizer = tokenizer.detokenizer(request.params.skip_special_tokens, request.kept)
+        self.count = 0
+
+    def add(self, token_ids: Sequence[int]) -> None:
+        parser = self._parser
+        for token in token_ids:
+            if not parser.may_think:
+                break
+            before = parser.thinking
+            parser.feed(self._detokenizer.add([token]))
+            self.count += before or parser.thinking
+
+
 @dataclass(slots=True)
 class Delta:
     """What came for one choice since the last look."""
@@ -75,6 +94,7 @@ class Job:
         self._keep = keep
         self._streams: dict[str, tuple[int, ChoiceStream]] = {}  # core request -> (index of its prompt, its choice)
         self._choices: list[CompletionOutput] = []  # every candidate
+        self._reasoning: dict[str, _Reasoning] = {}  # core request -> its reasoning, of models that think
         self._last: dict[str, float] = {}  # core request -> when its latest token came
         self._first: dict[str, float] = {}  # core request -> when its first tokens came
         self._pending: dict[int, Delta] = {}
@@ -102,6 +122,8 @@ class Job:
             self._choices += output.outputs
             for index, each in enumerate(prepared.requests[: params.num_choices]):
                 self._streams[each.id] = number, ChoiceStream(output, index, params, self._tokenizer, request.kept)
+                if request.plan is not None and request.plan.thinks:
+                    self._reasoning[each.id] = _Reasoning(request, self._tokenizer)
             add = Add(
                 name, prompt.token_ids, params, request.priority, request.cache_salt, self._arrived, request.batch
             )
@@ -148,8 +170,11 @@ class Job:
         if entry is None or self.outcome:
             return
         number, stream = entry
+        before = len(stream.choice.token_ids)
         try:
             updates = stream.add(output)
+            if self._reasoning:
+                self._reasoning[output.request_id].add(stream.choice.token_ids[before:])
         except Exception as error:
             self._end("error", ApiError(500, f"the answer could not be read: {type(error).__name__}: {error}"))
             raise
@@ -262,6 +287,11 @@ class Job:
     def completion_tokens(self) -> int:
         """Generated so far, for every candidate."""
         return sum(len(choice.token_ids) for choice in self._choices)
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Of them, those of reasoning."""
+        return sum(reasoning.count for reasoning in self._reasoning.values())
 
     @property
     def cached_tokens(self) -> int:

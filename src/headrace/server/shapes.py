@@ -19,7 +19,7 @@ from headrace.server.parsers.base import AnswerParser, Pieces, joined_calls
 from headrace.server.protocol import ApiRequest
 
 
-def usage(job: Job, tokenizer: Tokenizer) -> dict[str, Any]:
+def usage(job: Job) -> dict[str, Any]:
     """A prompt counts once however many choices it has; candidates of best_of that were dropped count."""
     prompt = sum(len(each.token_ids) for each in job.prompts)
     completion = 0 if job.request.no_output else job.completion_tokens
@@ -30,26 +30,8 @@ def usage(job: Job, tokenizer: Tokenizer) -> dict[str, Any]:
         "prompt_tokens_details": {"cached_tokens": job.cached_tokens},
     }
     if job.request.plan is not None and job.request.plan.thinks:
-        told["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens(job, tokenizer)}
+        told["completion_tokens_details"] = {"reasoning_tokens": job.reasoning_tokens}
     return told
-
-
-def reasoning_tokens(job: Job, tokenizer: Tokenizer) -> int:
-    """Tokens of reasoning in all choices, the tags around it included."""
-    count, request = 0, job.request
-    if request.plan is None or not request.plan.thinks:
-        return 0
-    for output in job.outputs:
-        for choice in output.outputs:
-            parser = request.plan.parser()
-            detokenizer = tokenizer.detokenizer(request.params.skip_special_tokens, request.kept)
-            for token in choice.token_ids:
-                if not parser.may_think:
-                    break
-                before = parser.thinking
-                parser.feed(detokenizer.add([token]))
-                count += before or parser.thinking
-    return count
 
 
 class _Names:
@@ -158,7 +140,7 @@ class Shape(AnswerShape):
                     text, tokens, entries = "", [], None if entries is None else []
                 reason = "length" if self._request.no_output else choice.finish_reason
                 choices.append(self._choice(index, number, text, tokens, entries, reason))
-        return encode_json({**self._head(), "choices": choices, "usage": usage(self._job, self._tokenizer)})
+        return encode_json({**self._head(), "choices": choices, "usage": usage(self._job)})
 
     def _choice(
         self,
@@ -280,7 +262,7 @@ class Shape(AnswerShape):
         """The event with the usage, if it was asked for, and the end."""
         if not self._request.include_usage:
             return DONE
-        return event(encode_json({**self._head(), "choices": [], "usage": usage(self._job, self._tokenizer)})) + DONE
+        return event(encode_json({**self._head(), "choices": [], "usage": usage(self._job)})) + DONE
 
 
 def _reason(reason: str | None) -> str | None:

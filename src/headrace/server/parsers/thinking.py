@@ -13,6 +13,7 @@ PAIRS = (
     ("<seed:think>", "</seed:think>"),
     ("<|START_THINKING|>", "<|END_THINKING|>"),
 )
+MAX_BLANKS = 64  # characters before an answer, behind which a closing tag is looked for
 
 
 class Beginning(Enum):
@@ -59,12 +60,13 @@ class Thinking:
 
 class ThinkingParser(AnswerParser):
     """Reasoning, then what `inner` makes of the rest. Blanks at the ends of the reasoning and before the answer belong
-    to neither."""
+    to neither, nor does a closing tag that the model says again before the answer."""
 
     def __init__(self, tags: Thinking, beginning: Beginning, inner: AnswerParser):
         self._tags = tags
         self._inner = inner
         self._undecided = beginning == Beginning.FREE
+        self._closed = beginning == Beginning.ANSWER  # reasoning was closed by the prompt
         self.thinking = beginning == Beginning.OPEN
         self._begun = False  # something but blanks came since the last tag
         self._thought = beginning == Beginning.OPEN  # there is or was reasoning
@@ -97,6 +99,8 @@ class ThinkingParser(AnswerParser):
         elif self._undecided:
             self._undecided = False
             out.add(self._inner.feed("".join(self._blanks) + self._held))
+        elif self._held:
+            out.add(self._inner.feed(self._held))
         self._held = ""
         out.add(self._inner.finish())
         return out
@@ -138,8 +142,22 @@ class ThinkingParser(AnswerParser):
         return text[end + len(self._tags.closing) :]
 
     def _answer(self, text: str, out: Pieces) -> None:
-        if self._thought and not self._begun:
-            text = text.lstrip()
+        if not self._begun and (self._thought or self._closed):
+            text = self._behind_closing(text)
         if text:
             self._begun = True
             out.add(self._inner.feed(text))
+
+    def _behind_closing(self, text: str) -> str:
+        """What the answer begins with; what may yet become a closing tag is held."""
+        closing, rest = self._tags.closing, text.lstrip()
+        if not self._thought and len(text) - len(rest) > MAX_BLANKS:
+            return text
+        while rest.startswith(closing):
+            self._thought = True
+            rest = rest[len(closing) :].lstrip()
+        kept = rest if self._thought else text
+        if closing.startswith(rest):
+            self._held = kept
+            return ""
+        return kept

@@ -12,7 +12,6 @@ from headrace.server.blocks import Block, BlockShape, named_event
 from headrace.server.errors import ApiError
 from headrace.server.http import ErrorShape, encode_json
 from headrace.server.job import Job
-from headrace.server.shapes import reasoning_tokens
 
 _PREFIX = {"reasoning": "rs_", "text": "msg_", "call": "fc_"}
 
@@ -114,7 +113,7 @@ class ResponsesShape(BlockShape):
             "input_tokens": prompt,
             "input_tokens_details": {"cached_tokens": self._job.cached_tokens, "cache_write_tokens": 0},
             "output_tokens": output,
-            "output_tokens_details": {"reasoning_tokens": reasoning_tokens(self._job, self._tokenizer)},
+            "output_tokens_details": {"reasoning_tokens": self._job.reasoning_tokens},
             "total_tokens": prompt + output,
         }
 
