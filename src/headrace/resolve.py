@@ -127,12 +127,16 @@ def _gpu(args: EngineArgs, spec: ModelSpec, gpu: GpuFacts, num_weights: int, dty
     )
 
 
-def _proposers(args: EngineArgs) -> tuple[str, ...]:
+def _proposers(args: EngineArgs, drafter: str | None) -> tuple[str, ...]:
+    """`drafter`: what draft_model turned out to be, draft or eagle."""
     if args.speculate == "off":
         return ()
-    if args.speculate != "auto":
-        return (args.speculate,)
-    return tuple(name for name in PROPOSERS if name != "draft" or args.draft_model is not None)
+    if args.speculate == "auto":
+        return tuple(name for name in PROPOSERS if name not in ("draft", "eagle") or name == drafter)
+    if args.speculate in ("draft", "eagle") and args.speculate != drafter:
+        what = "the head of a model" if drafter == "eagle" else "a model, no EAGLE head"
+        raise ConfigError(f"draft_model {args.draft_model} is {what}; give speculate={drafter}")
+    return (args.speculate,)
 
 
 def resolve_draft(
@@ -165,10 +169,15 @@ def resolve_draft(
 
 
 def resolve(
-    args: EngineArgs, spec: ModelSpec, facts: CpuFacts, gpu: GpuFacts | None = None, num_weights: int = 0
+    args: EngineArgs,
+    spec: ModelSpec,
+    facts: CpuFacts,
+    gpu: GpuFacts | None = None,
+    num_weights: int = 0,
+    drafter: str | None = None,
 ) -> tuple[EngineConfig, KVLayout, list[Choice]]:
     """The configuration, the cut of the KV cache, and why; ConfigError if the wishes cannot be met together. With `gpu`
-    the model of `num_weights` numbers runs there."""
+    the model of `num_weights` numbers runs there; `drafter` is what draft_model is: draft or eagle."""
     choices: list[Choice] = []
     dtype = "float32"
     if gpu is None:
@@ -264,7 +273,7 @@ def resolve(
         if args.prefix_caching
         else Choice("prefix_caching", "False", "as asked")
     )
-    proposers = _proposers(args)
+    proposers = _proposers(args, drafter)
     if proposers:
         depth_reason = "as asked" if args.num_draft_tokens else "each step verifies what the cost model finds to pay"
         choices.append(Choice("num_draft_tokens", str(args.num_draft_tokens or f"up to {_MOST_DRAFTS}"), depth_reason))

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from headrace.config import ConfigError
+from headrace.core.kv_layout import KVLayout
 from headrace.frontend.tokenizer import Tokenizer
 from headrace.loading.checkpoint import LoadedCheckpoint, open_checkpoint
+from headrace.loading.draft_heads import HeadCheckpoint, is_head
 from headrace.loading.store import resolve_model
+from headrace.worker.drafting import DraftSource, HeadKind
 
 
-def open_draft(name: str | None) -> LoadedCheckpoint | None:
-    """The checkpoint of the draft model, if there is to be one. CheckpointError as for any model."""
-    return None if name is None else open_checkpoint(resolve_model(name))
+def open_draft(name: str | None) -> LoadedCheckpoint | HeadCheckpoint | None:
+    """The checkpoint of the draft model or head, if there is to be one. CheckpointError as for any model."""
+    if name is None:
+        return None
+    if is_head(Path(name)):
+        return HeadCheckpoint(Path(name))
+    return open_checkpoint(resolve_model(name))
+
+
+def draft_source(draft: LoadedCheckpoint | HeadCheckpoint, layout: KVLayout) -> DraftSource:
+    """What a worker is given of it."""
+    kind = None
+    if isinstance(draft, HeadCheckpoint):
+        kind = HeadKind(draft.is_eagle3, draft.draft_vocab, draft.taps)
+    return DraftSource(draft.spec, draft, layout, kind)
 
 
 def check_same_tokens(tokenizer: Tokenizer, draft: LoadedCheckpoint) -> None:

@@ -27,7 +27,7 @@ from headrace.device.cuda import GpuFacts
 from headrace.executor.inproc import InProcessExecutor
 from headrace.frontend.chat import ChatTemplate
 from headrace.frontend.defaults import recommended_params
-from headrace.frontend.draft import check_same_tokens, open_draft
+from headrace.frontend.draft import check_same_tokens, draft_source, open_draft
 from headrace.frontend.input import InputProcessor, Prompt
 from headrace.frontend.output import ChoiceStream, CompletionOutput, RequestOutput, Update
 from headrace.ledger.bill import Bill, merge
@@ -37,7 +37,7 @@ from headrace.ledger.gpu import gpu_machine_facts
 from headrace.ledger.machine import machine_facts
 from headrace.ledger.observer import LedgerObserver
 from headrace.ledger.work import WorkModel
-from headrace.loading.checkpoint import open_checkpoint
+from headrace.loading.checkpoint import LoadedCheckpoint, open_checkpoint
 from headrace.loading.store import resolve_model
 from headrace.resolve import Choice, resolve, resolve_draft
 from headrace.sampling.grammar import GrammarCompiler
@@ -73,7 +73,7 @@ class Engine:
             tokenizer = beside.submit(self.checkpoint.tokenizer)
             self._load(args, lambda: tokenizer.result().to_json())
             self.tokenizer = tokenizer.result()
-        if self._draft is not None:
+        if isinstance(self._draft, LoadedCheckpoint):
             check_same_tokens(self.tokenizer, self._draft)
         self.chat_template = ChatTemplate.of(self.tokenizer)
         self._input = InputProcessor(
@@ -84,12 +84,13 @@ class Engine:
         """The configuration, the model and the loop: what needs no tokenizer yet."""
         gpu = choose_gpu(args.device)
         num_weights = sum(math.prod(self.checkpoint.shape(name)) for name in self.checkpoint.names()) if gpu else 0
-        self.config, layout, self.choices = resolve(args, self.spec, cpu_facts(), gpu, num_weights)
+        drafter = None if self._draft is None else "draft" if isinstance(self._draft, LoadedCheckpoint) else "eagle"
+        self.config, layout, self.choices = resolve(args, self.spec, cpu_facts(), gpu, num_weights, drafter)
         self.grammars = GrammarCompiler(tokenizer_json, self.spec.vocab_size, self.spec.eos_token_ids)
         draft: DraftSource | None = None
         if self._draft is not None:
             cut, choice = resolve_draft(self.config, layout, self._draft.spec, self._draft.num_bytes, cpu_facts())
-            draft = DraftSource(self._draft.spec, self._draft, cut)
+            draft = draft_source(self._draft, cut)
             self.choices.append(choice)
         self._worker = make_worker(
             self.spec, self.checkpoint, self.config, layout, args.attention_backend, self.grammars, draft
@@ -149,8 +150,8 @@ class Engine:
         networks = {}
         if draft is not None:
             assert isinstance(self._worker, Worker)  # resolve() refuses to speculate on a GPU
-            size = self._worker.proposer.weight_bytes["draft"]
-            networks["draft"] = PassCost(self.cost, WorkModel.for_layout(draft.spec, size, draft.layout))
+            for name, size in self._worker.proposer.weight_bytes.items():
+                networks[name] = PassCost(self.cost, WorkModel.for_layout(draft.spec, size, draft.layout))
         return AutoDepth(self.cost, work, config.max_draft_tokens, config.proposers, networks)
 
     def _pacing(self, work: WorkModel) -> Pacing:

@@ -40,7 +40,16 @@ class Fused(Protocol):
 class Attention:
     """Self-attention with rotary positions, grouped heads and, where the spec says so, norms of q and k, and sinks."""
 
-    def __init__(self, spec: ModelSpec, source: WeightSource, prefix: str, scheme: QuantScheme, layer: int):
+    def __init__(
+        self,
+        spec: ModelSpec,
+        source: WeightSource,
+        prefix: str,
+        scheme: QuantScheme,
+        layer: int,
+        in_size: int | None = None,
+    ):
+        """`in_size` numbers of a token come in; None: the spec's hidden size, which is what comes out."""
         self.index = layer
         self.num_heads, self.num_kv_heads, self.head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
         self.q_size, self.kv_size = spec.q_size, spec.kv_size
@@ -63,7 +72,7 @@ class Attention:
             sizes = {"qkv_proj": spec.q_size + 2 * spec.kv_size}
         shards = [Shard(f"{prefix}.{name}", size, spec.qkv_bias) for name, size in sizes.items()]
         self._fusable = not (spec.qk_norm and spec.qk_norm_whole)
-        self.qkv = MergedLinear(source, shards, spec.hidden_size, scheme)
+        self.qkv = MergedLinear(source, shards, in_size or spec.hidden_size, scheme)
         self.out = Linear(
             source, Shard(f"{prefix}.o_proj", spec.hidden_size, spec.output_bias), spec.q_size, scheme, Split.ROW
         )

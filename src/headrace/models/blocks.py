@@ -32,8 +32,8 @@ class Parts:
         spec = self.spec
         return RMSNorm(self.source, f"{name}.weight", spec.hidden_size, spec.norm_eps, spec.norm_offset)
 
-    def attention(self, prefix: str, layer: int) -> Attention:
-        return Attention(self.spec, self.source, prefix, self.scheme, layer)
+    def attention(self, prefix: str, layer: int, in_size: int | None = None) -> Attention:
+        return Attention(self.spec, self.source, prefix, self.scheme, layer, in_size)
 
     def gated_mlp(self, prefix: str) -> GatedMLP:
         return GatedMLP(self.spec, self.source, prefix, self.scheme)
@@ -88,6 +88,13 @@ class CausalLM:
         self.norm = parts.norm("model.norm")
         self.head = LMHead(source, "lm_head.weight", self.embedding, spec.tie_word_embeddings, spec.logit_soft_cap)
         source.ignore("model.rotary_emb.inv_freq")
+        self.taps: tuple[int, ...] = ()  # layers before which the residual stream is wanted as a feature
+        self._tapped: dict[int, Array] = {}
+
+    def features(self, hidden: Array) -> Array:
+        """Of the tokens of the last pass, which gave `hidden` [T, H]: the residual streams at `taps` side by side
+        [T, taps * H], or `hidden` where there are none."""
+        return np.concatenate([self._tapped[tap] for tap in self.taps], axis=1) if self.taps else hidden
 
     def forward(self, token_ids: Array, positions: Array, attend: Attend) -> Array:
         """Hidden states after the final norm, float32 [T, H], of token_ids [T] at positions [T]."""
@@ -96,8 +103,12 @@ class CausalLM:
         normed = self.layers[0].before_attention(residual)
         following = [*(layer.before_attention for layer in self.layers[1:]), self.norm]
         for index, (layer, next_norm) in enumerate(zip(self.layers, following, strict=True)):
+            if index in self.taps:
+                self._tapped[index] = residual.copy()
             update = layer(normed, residual, angles[self.spec.layer_rope(index)], attend)
             normed, residual = next_norm.add(update, residual)
+        if len(self.layers) in self.taps:
+            self._tapped[len(self.layers)] = residual.copy()
         return normed
 
     def prepare(self, max_len: int, place: Callable[[np.ndarray], Array]) -> None:

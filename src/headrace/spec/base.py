@@ -25,6 +25,17 @@ class Drafts:
 
 
 @dataclass(frozen=True)
+class StepFeatures:
+    """What the model made of the T tokens of a step's S spans."""
+
+    rows: np.ndarray  # int32 [S]
+    starts: np.ndarray  # int32 [S]  position of each span's first token
+    query_start: np.ndarray  # int32 [S+1]  span s is tokens query_start[s] : query_start[s+1]
+    num_computed: np.ndarray  # int32 [max rows]  tokens of each row that stand, refused drafts left out
+    values: Array  # float32 [T, F]
+
+
+@dataclass(frozen=True)
 class DraftContext:
     """What a proposer may look at after a step has been sampled."""
 
@@ -35,7 +46,7 @@ class DraftContext:
     limits: list[int]  # most drafts that each of `rows` may get; 0: none
     sampling: SamplingTable | None = None  # the rows' sampling settings, for drafts that are drawn
     wanted: np.ndarray | None = None  # int32 [P, R]  most drafts by each proposer, as the plan says; None: no bound
-    hidden: Array | None = None  # float [T, H], if the proposer needs it
+    features: StepFeatures | None = None  # of the step, if a proposer continues them
 
 
 class Proposer(Protocol):

@@ -32,6 +32,11 @@ class CombinedProposer:
         found = {self.names[source]: getattr(each, "weight_bytes", None) for source, each in self._proposers.items()}
         return {name: size for name, size in found.items() if size is not None}
 
+    @property
+    def wants_features(self) -> bool:
+        """Whether one continues the model's features."""
+        return any(getattr(proposer, "wants_features", False) for proposer in self._proposers.values())
+
     def admit(self, admits: Sequence[Admit]) -> None:
         if admits:
             for source, proposer in list(self._proposers.items()):

@@ -18,12 +18,20 @@ from headrace.sampling.sampler import Sampler
 from headrace.sampling.state import SamplingBatch
 from headrace.spec.base import DraftContext, Drafts
 from headrace.spec.draft_runner import DraftRunner
+from headrace.spec.eagle import HeadRunner
 
 
 class DraftModelProposer:
-    """A `Proposer` (spec/base.py) over a DraftRunner."""
+    """A `Proposer` (spec/base.py) over a model that drafts, or over a head that continues the verifying model."""
 
-    def __init__(self, runner: DraftRunner, sampler: Sampler, num_tokens: int, vocab_size: int, residual: bool = False):
+    def __init__(
+        self,
+        runner: DraftRunner | HeadRunner,
+        sampler: Sampler,
+        num_tokens: int,
+        vocab_size: int,
+        residual: bool = False,
+    ):
         """Drafts at most `num_tokens` at a time, of the `vocab_size` tokens of the model that verifies them; for
         `residual` verification or for that by the same noise."""
         if num_tokens < 1:
@@ -33,6 +41,7 @@ class DraftModelProposer:
         self._num_tokens = num_tokens
         self._vocab_size = vocab_size
         self._residual = residual
+        self.wants_features = isinstance(runner, HeadRunner)
 
     @property
     def weight_bytes(self) -> int:

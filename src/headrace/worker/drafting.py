@@ -8,6 +8,8 @@ from headrace.attention.select import select_backend
 from headrace.config import EngineConfig
 from headrace.core.kv_layout import KVLayout
 from headrace.layers.weights import Checkpoint, WeightSource
+from headrace.models.blocks import CausalLM, Parts
+from headrace.models.draft_heads import Eagle1Head, Eagle3Head, EagleHead
 from headrace.models.registry import build_model
 from headrace.models.spec import ModelSpec
 from headrace.quant.base import QuantScheme
@@ -19,18 +21,29 @@ from headrace.spec.base import Proposer
 from headrace.spec.combined import CombinedProposer
 from headrace.spec.draft_model import DraftModelProposer
 from headrace.spec.draft_runner import DraftRunner
+from headrace.spec.eagle import HeadRunner
 from headrace.spec.ngram import NgramProposer
 from headrace.spec.suffix import SuffixProposer
 from headrace.spec.synthetic import SyntheticProposer
 
 
 @dataclass(frozen=True)
+class HeadKind:
+    """Which EAGLE head it is."""
+
+    is_eagle3: bool
+    draft_vocab: int  # tokens of its output
+    taps: tuple[int, ...] | None  # layers whose features it takes, if it says so
+
+
+@dataclass(frozen=True)
 class DraftSource:
-    """A second model, which drafts."""
+    """A second model, or an EAGLE head, which drafts."""
 
     spec: ModelSpec
     checkpoint: Checkpoint
     layout: KVLayout  # of its own cache
+    head: HeadKind | None = None  # None: a model
 
 
 def make_sampler(config: EngineConfig, grammars: GrammarCompiler | None) -> Sampler:
@@ -47,25 +60,32 @@ def _plain_sampler(grammars: GrammarCompiler | None) -> Sampler:
 
 def make_proposer(
     config: EngineConfig,
-    spec: ModelSpec,
+    target: CausalLM,
     scheme: QuantScheme,
     grammars: GrammarCompiler | None,
     draft: DraftSource | None,
 ) -> CombinedProposer:
-    """All of config.proposers, in that order. `spec` is the model's that verifies."""
+    """All of config.proposers, in that order, for the model that verifies."""
 
     def make_draft_model() -> Proposer:
         if draft is None:
             raise ValueError("the configuration has a draft model, but none was opened")
-        model = build_model(draft.spec, WeightSource(draft.checkpoint), scheme)
-        layout = draft.layout
-        backend, _ = select_backend("cpu", layout.kv_format, model.attention_layers, layout.block_size)
-        runner = DraftRunner(model, layout, backend, config.max_num_seqs, config.max_model_len)
+        layout, source = draft.layout, WeightSource(draft.checkpoint)
+        runner: DraftRunner | HeadRunner
+        if draft.head is None:
+            model = build_model(draft.spec, source, scheme)
+            backend, _ = select_backend("cpu", layout.kv_format, model.attention_layers, layout.block_size)
+            runner = DraftRunner(model, layout, backend, config.max_num_seqs, config.max_model_len)
+        else:
+            head = _build_head(Parts(draft.spec, source, scheme), target, draft.head)
+            backend, _ = select_backend("cpu", layout.kv_format, head.attention_layers, layout.block_size)
+            runner = HeadRunner(head, layout, backend, config.max_num_seqs, config.max_model_len)
+            target.taps = head.taps
         return DraftModelProposer(
             runner,
             _plain_sampler(grammars),
             config.max_draft_tokens,
-            spec.vocab_size,
+            target.spec.vocab_size,
             residual=config.verify == "residual",
         )
 
@@ -74,10 +94,17 @@ def make_proposer(
             return SuffixProposer(config.max_draft_tokens, config.suffix_tokens)
         if name == "ngram":
             return NgramProposer(config.max_draft_tokens)
-        if name == "draft":
+        if name in ("draft", "eagle"):
             return make_draft_model()
         if name == "synthetic":
             return SyntheticProposer(config.max_draft_tokens)
         raise ValueError(f"no proposer is called {name}")
 
     return CombinedProposer([(name, make(name)) for name in config.proposers])
+
+
+def _build_head(parts: Parts, target: CausalLM, kind: HeadKind) -> EagleHead:
+    head: EagleHead
+    head = Eagle3Head(parts, target, kind.draft_vocab, kind.taps) if kind.is_eagle3 else Eagle1Head(parts, target)
+    parts.source.finish()
+    return head

@@ -19,10 +19,11 @@ from headrace.ops.xp import Array
 from headrace.sampling.logprobs import SLICE, by_span, token_logprobs
 from headrace.sampling.sampler import DAMAGED, Sampler
 from headrace.sampling.state import SamplingBatch
-from headrace.spec.base import DraftContext
+from headrace.spec.base import DraftContext, StepFeatures
 from headrace.spec.combined import CombinedProposer
 from headrace.worker.batch import BatchBuilder, StepBatch
 from headrace.worker.kv_cache import KVCache
+from headrace.worker.launcher import EagerLauncher, Launcher
 from headrace.worker.recorded import RecordedLauncher
 from headrace.worker.table import RequestTable
 
@@ -46,7 +47,8 @@ class ModelRunner:
         self._sampler = sampler
         self._proposer = proposer
         self._builder = BatchBuilder(table, cache.layout.block_size)
-        self._launcher = RecordedLauncher(self._forward)
+        # a recorded step hands out no residual streams
+        self._launcher: Launcher = EagerLauncher(self._forward) if model.taps else RecordedLauncher(self._forward)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step to its end."""
@@ -71,7 +73,7 @@ class ModelRunner:
         damaged = {span: DAMAGED for span, entries in prompt_logprobs.items() if not all(entries)}
         self._table.commit(plan, sampled)
         t4 = time.perf_counter()
-        num_drafts, sources = self._propose(plan)
+        num_drafts, sources = self._propose(plan, batch, hidden)
         tokens = [row[:count] for row, count in zip(sampled.tokens.tolist(), sampled.counts.tolist(), strict=True)]
         return StepResult(
             plan.step_id,
@@ -97,15 +99,20 @@ class ModelRunner:
 
         return self._model.forward(batch.token_ids, batch.positions, attend)
 
-    def _propose(self, plan: StepPlan) -> tuple[list[int], list[int]]:
+    def _propose(self, plan: StepPlan, batch: StepBatch, hidden: Array) -> tuple[list[int], list[int]]:
         """Drafts for the next step: how many each span's row holds, and by which proposer."""
-        table, rows = self._table, plan.rows[plan.yields]
+        table, rows, features = self._table, plan.rows[plan.yields], None
+        if self._proposer.wants_features:
+            starts = batch.positions[batch.query_start[:-1]]
+            values = self._model.features(hidden)
+            features = StepFeatures(batch.rows, starts, batch.query_start, table.num_computed, values)
         context = DraftContext(
             rows,
             table.token_ids,
             table.num_tokens,
             limits=table.sampling.max_drafts[rows].tolist(),
             sampling=table.sampling,
+            features=features,
             wanted=None if plan.draft_limits is None else plan.draft_limits[:, plan.yields],
         )
         drafts = self._proposer.propose(context)

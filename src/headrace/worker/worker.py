@@ -37,7 +37,7 @@ class Worker:
             "cpu", layout.kv_format, self.model.attention_layers, layout.block_size, attention_backend
         )
         self.attention_backend = backend.name
-        self.proposer = make_proposer(config, spec, scheme, grammars, draft)
+        self.proposer = make_proposer(config, self.model, scheme, grammars, draft)
         self._runner = ModelRunner(
             self.model,
             KVCache(layout),

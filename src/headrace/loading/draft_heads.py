@@ -1,0 +1,82 @@
+"""Folders with a draft head: config.json and safetensors as EAGLE's authors and `speculators` publish them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headrace.loading.errors import CheckpointError
+from headrace.loading.hf_config import spec_from_config
+from headrace.loading.json_file import read_json
+from headrace.loading.safetensors_file import SafetensorsFolder
+from headrace.models.spec import ModelSpec
+
+
+class HeadCheckpoint:
+    """An EAGLE head on disk (the `Checkpoint` protocol of layers/weights.py), its names without a leading "model."."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.name = path.resolve().name
+        config = read_json(path / "config.json")
+        inner = config.get("transformer_layer_config", config)  # as `speculators` nests it
+        if not isinstance(inner, dict):
+            raise CheckpointError(f"{path}: transformer_layer_config must be an object")
+        self._weights = SafetensorsFolder(path)
+        self._stored = {name.removeprefix("model."): name for name in self._weights.names()}
+        plain = {key: value for key, value in inner.items() if key not in ("architectures", "model_type", "auto_map")}
+        spec = spec_from_config(
+            {**plain, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}, where=str(path / "config.json")
+        )
+        biased = any(name.endswith("self_attn.q_proj.bias") for name in self._stored)
+        self.spec: ModelSpec = replace(spec, num_layers=1, windows=(), qkv_bias=biased, output_bias=False)
+        self.num_bytes = self._weights.num_bytes
+        self.is_eagle3 = any(name.endswith(".hidden_norm.weight") for name in self._stored)
+        self.taps = _taps(config)
+        self.draft_vocab = self.shape("lm_head.weight")[0] if "lm_head.weight" in self._stored else spec.vocab_size
+        deeper = sorted(
+            name for name in self._stored if name.startswith("layers.") and not name.startswith("layers.0.")
+        )
+        if deeper:
+            raise CheckpointError(f"{path}: heads of more than one layer are not supported (it has {deeper[0]})")
+        if "fc.weight" not in self._stored:
+            raise CheckpointError(f"{path}: is no EAGLE head: it has no tensor fc.weight")
+
+    def names(self) -> Iterable[str]:
+        return self._stored.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._weights.shape(self._stored[name])
+
+    def read(self, name: str) -> np.ndarray:
+        return self._weights.read(self._stored[name])
+
+
+def is_head(path: Path) -> bool:
+    """Whether the folder holds a draft head rather than a model."""
+    if not (path / "config.json").is_file():
+        return False
+    config = read_json(path / "config.json")
+    names = [str(name) for name in config.get("architectures") or ()]
+    if "speculators_model_type" in config or any("eagle" in name.lower() for name in names):
+        return True
+    # EAGLE-1's authors name the architecture of the model it is for
+    return any(path.glob("*.safetensors")) and any(
+        name.removeprefix("model.") == "fc.weight" for name in SafetensorsFolder(path).names()
+    )
+
+
+def _taps(config: dict[str, Any]) -> tuple[int, ...] | None:
+    given = config.get("eagle_aux_hidden_state_layer_ids")
+    nested = config.get("eagle_config")
+    if given is None and isinstance(nested, dict):
+        given = nested.get("eagle_aux_hidden_state_layer_ids")
+    if given is None:
+        return None
+    if not isinstance(given, list) or not given or not all(type(each) is int for each in given):
+        raise CheckpointError("eagle_aux_hidden_state_layer_ids must list layers")
+    return tuple(given)

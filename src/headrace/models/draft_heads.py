@@ -1,0 +1,150 @@
+"""EAGLE heads: a decoder layer that continues a model's features (Li et al. 2024; EAGLE-3: Li et al. 2025).
+
+Entry i of a head's sequence is the pair (feature of position i, token of position i + 1); what comes out stands for the
+feature of position i + 1, from which the token of position i + 2 is drawn. On known text features are the model's own,
+beyond it the head's.
+
+    EAGLE-1, -2  feature: the last hidden state, normed. fc([embedding, feature]) -> layer -> the model's own output
+                 head. The layer has no norm before its attention.
+    EAGLE-3      feature: fc of the residual streams before three layers. The layer's attention sees [norm(embedding),
+                 norm(feature)]; a norm and a head follow, often over fewer tokens (d2t: distance to the model's id).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from headrace.attention.base import LayerAttention
+from headrace.layers.attention import Attend
+from headrace.layers.embedding import Embedding, LMHead
+from headrace.layers.linear import Linear, Shard
+from headrace.layers.norm import NoNorm
+from headrace.layers.rope import RotaryEmbedding
+from headrace.models.blocks import CausalLM, DecoderLayer, Parts
+from headrace.ops.xp import Array
+
+
+class EagleHead:
+    """What EAGLE-1 and EAGLE-3 heads share, for the model `target` whose features they continue."""
+
+    taps: tuple[int, ...] = ()  # layers of the model before which its residual stream is a feature; (): the last state
+
+    def __init__(self, parts: Parts, target: CausalLM, prefix: str, in_size: int):
+        spec, source = parts.spec, parts.source
+        self.spec, self.target = spec, target
+        self.embedding = target.embedding
+        if "embed_tokens.weight" in source:
+            method = parts.scheme.linear("embed_tokens")
+            self.embedding = Embedding(source, "embed_tokens.weight", spec.vocab_size, spec.hidden_size, method)
+        if (size := self.embedding.shape[1]) != spec.hidden_size:
+            raise ValueError(f"the head has hidden size {spec.hidden_size}, but the model's embedding has {size}")
+        self.rotary = RotaryEmbedding(spec.rope, spec.head_dim, spec.max_position)
+        self.attention = parts.attention(f"{prefix}.self_attn", 0, in_size)
+        self.after_attention = parts.norm(f"{prefix}.post_attention_layernorm")
+        self.mlp = parts.gated_mlp(f"{prefix}.mlp")
+        self.fc: Linear
+        source.ignore("model.rotary_emb.inv_freq")
+
+    @property
+    def attention_layers(self) -> list[LayerAttention]:
+        return [self.attention.settings]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes that a pass reads."""
+        return self.fc.weight_bytes + self.attention.weight_bytes + self.mlp.weight_bytes + self._head_bytes
+
+    _head_bytes: int
+
+    def fuse(self, features: Array) -> Array:
+        """The model's features [T, F] as the head's [T, H]."""
+        raise NotImplementedError
+
+    def forward(self, token_ids: Array, features: Array, positions: Array, attend: Attend) -> tuple[Array, Array]:
+        """(features [T, H] that follow, hidden states [T, H] for `logits`) of entries [T]."""
+        raise NotImplementedError
+
+    def logits(self, hidden: Array) -> Array:
+        """Scores of the model's tokens, float32 [L, V], of hidden states [L, H]; -inf for those it never drafts."""
+        raise NotImplementedError
+
+
+class Eagle1Head(EagleHead):
+    """EAGLE-1 and -2."""
+
+    def __init__(self, parts: Parts, target: CausalLM):
+        spec, source = parts.spec, parts.source
+        if spec.hidden_size != target.spec.hidden_size:
+            raise ValueError(
+                f"the head continues features of {spec.hidden_size} numbers, not {target.spec.hidden_size}"
+            )
+        super().__init__(parts, target, "layers.0", spec.hidden_size)
+        shard = Shard("fc", spec.hidden_size, bias="fc.bias" in source)
+        self.fc = Linear(source, shard, 2 * spec.hidden_size, parts.scheme)
+        named = "layers.0.input_layernorm"
+        before = parts.norm(named) if f"{named}.weight" in source else NoNorm()
+        self.layer = DecoderLayer(self.attention, self.mlp, before_attention=before, before_mlp=self.after_attention)
+        source.ignore("lm_head.weight")  # some files repeat the model's
+        self._head_bytes = int(target.head.weight.nbytes)
+
+    def fuse(self, features: Array) -> Array:
+        return features
+
+    def forward(self, token_ids: Array, features: Array, positions: Array, attend: Attend) -> tuple[Array, Array]:
+        both = np.concatenate([self.embedding(token_ids), features], axis=1)
+        residual = np.array(self.fc(both))
+        update = self.layer(self.layer.before_attention(residual), residual, self.rotary.at(positions), attend)
+        out = residual + update
+        return out, out
+
+    def logits(self, hidden: Array) -> Array:
+        return self.target.logits(hidden)
+
+
+class Eagle3Head(EagleHead):
+    """EAGLE-3."""
+
+    def __init__(self, parts: Parts, target: CausalLM, draft_vocab: int, taps: tuple[int, ...] | None = None):
+        spec, source = parts.spec, parts.source
+        prefix = "midlayer" if "midlayer.hidden_norm.weight" in source else "layers.0"
+        super().__init__(parts, target, prefix, 2 * spec.hidden_size)
+        depth = target.spec.num_layers
+        self.taps = taps if taps is not None else (2, depth // 2, depth - 3)
+        if not all(0 <= tap <= depth for tap in self.taps):
+            raise ValueError(f"the head takes features of layers {self.taps}; the model has {depth}")
+        in_size = len(self.taps) * target.spec.hidden_size
+        self.fc = Linear(source, Shard("fc", spec.hidden_size, bias="fc.bias" in source), in_size, parts.scheme)
+        self.input_norm = parts.norm(f"{prefix}.input_layernorm")
+        self.hidden_norm = parts.norm(f"{prefix}.hidden_norm")
+        self.norm = parts.norm("norm")
+        method = parts.scheme.linear("lm_head")
+        small = Embedding.__new__(Embedding)  # the shape and the method that an untied head takes over
+        small.method, small.shape = method, (draft_vocab, spec.hidden_size)
+        self.head = LMHead(source, "lm_head.weight", small, tied=False)
+        self._head_bytes = int(self.head.weight.nbytes)
+        self.ids: np.ndarray | None = None  # of the model's tokens, int64 [draft_vocab]; None: the same
+        if "d2t" in source:
+            self.ids = np.arange(draft_vocab) + source.take("d2t", (draft_vocab,)).astype(np.int64)
+            if self.ids.min() < 0 or self.ids.max() >= target.spec.vocab_size:
+                raise ValueError("d2t names tokens that the model does not have")
+        source.ignore("t2d")
+
+    def fuse(self, features: Array) -> Array:
+        return np.array(self.fc(np.ascontiguousarray(features)))
+
+    def forward(self, token_ids: Array, features: Array, positions: Array, attend: Attend) -> tuple[Array, Array]:
+        embedded = self.input_norm(self.embedding(token_ids))
+        both = np.concatenate([embedded, self.hidden_norm(features)], axis=1)
+        residual = np.array(features)
+        attended = self.attention(both, *self.rotary.at(positions), attend)
+        normed, residual = self.after_attention.add(attended, residual)
+        hidden, residual = self.norm.add(self.mlp(normed), residual)
+        return residual, hidden
+
+    def logits(self, hidden: Array) -> Array:
+        scores = self.head(hidden)
+        if self.ids is None:
+            return scores
+        full = np.full((scores.shape[0], self.target.spec.vocab_size), -np.inf, np.float32)
+        full[:, self.ids] = scores
+        return full

@@ -1,0 +1,204 @@
+"""HeadRunner: an EAGLE head that follows the request table (models/draft_heads.py says what its entries are).
+
+    position      0 ...  base        base + fed           num_tokens - 2   num_tokens - 1
+    entries             |  computed  |  features kept       |
+                        0            fed                    last: its output drafts the token of num_tokens
+
+The model's features come with each step, for the tokens it ran. They are kept until the head is asked for drafts and
+fed then, in place of what it made up before. Positions found in the prefix cache, or too far back to be kept, have
+none: the head's sequence begins after them, which costs acceptance and nothing else.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from headrace.attention.base import AttentionBackend
+from headrace.core.kv_layout import KVLayout
+from headrace.core.kv_manager import KVCacheManager
+from headrace.core.plan import Admit, DraftPass, StepPlan
+from headrace.core.request import Request
+from headrace.models.draft_heads import EagleHead
+from headrace.ops.xp import Array
+from headrace.spec.base import DraftContext, StepFeatures
+from headrace.worker.batch import BatchBuilder, StepBatch
+from headrace.worker.kv_cache import KVCache
+from headrace.worker.launcher import EagerLauncher
+from headrace.worker.table import RequestTable
+
+_KEPT = 1024  # features of a row that wait to be fed
+_CHUNK = 256  # entries fed in one pass, but for the last
+
+
+class _Row:
+    """A sequence as the head knows it."""
+
+    def __init__(self, admit: Admit):
+        self.admit = admit
+        self.base = admit.num_computed  # position of its first entry
+        self.fed = 0  # entries computed from the model's features
+        self.features: list[np.ndarray] = []  # [n, F] of the positions from base + fed on
+        self.num_kept = 0
+        self.request = Request(str(admit.row), [0], admit.params, max_new_tokens=1)
+        self.request.row = admit.row
+
+    @property
+    def next(self) -> int:
+        """The position whose feature is wanted next."""
+        return self.base + self.fed + self.num_kept
+
+
+class HeadRunner:
+    """Runs an EAGLE head over rows of the request table; the same calls as DraftRunner has."""
+
+    def __init__(self, head: EagleHead, layout: KVLayout, backend: AttentionBackend, num_rows: int, max_len: int):
+        self.model = head
+        self.passes: list[DraftPass] = []
+        self.kv = KVCacheManager(layout, prefix_caching=False)
+        self._cache = KVCache(layout)
+        self._backend = backend
+        self._table = RequestTable(num_rows, max_len, len(layout.groups), layout.block_size)
+        self._max_len = min(max_len, head.spec.max_position)
+        self._builder = BatchBuilder(self._table, layout.block_size)
+        self._launcher = EagerLauncher(self._forward)
+        self._rows: dict[int, _Row] = {}
+        self._inputs: Array = np.zeros((0, head.spec.hidden_size), np.float32)  # features of the pass being run
+        self._outputs: Array = self._inputs
+        self._made: dict[int, np.ndarray] = {}  # row -> [H], the feature that its last entry made
+
+    def admit(self, admits: Sequence[Admit]) -> None:
+        """See Proposer."""
+        for admit in admits:
+            self._rows[admit.row] = _Row(admit)
+
+    def release(self, rows: Sequence[int]) -> None:
+        """See Proposer."""
+        for number in rows:
+            row = self._rows.pop(number, None)
+            self._made.pop(number, None)
+            if row is not None:
+                self.kv.free(row.request, after_step=-1)
+
+    def begin(self, context: DraftContext, most: int) -> tuple[np.ndarray, np.ndarray]:
+        """See DraftRunner."""
+        self.passes = []
+        self.kv.pool.settle(-1)
+        if context.features is not None:
+            self._keep(context.features, context.num_tokens)
+        chosen: list[int] = []
+        depths: list[int] = []
+        for index, (number, limit) in enumerate(zip(context.rows.tolist(), context.limits, strict=True)):
+            row, known = self._rows[number], int(context.num_tokens[number])
+            depth = min(limit, most, self._max_len - (known - row.base))
+            entries = known - 1 - row.base
+            if depth < 1 or entries < 1 or row.next != known - 1 or not row.num_kept:
+                continue
+            if not self._allocate(row, entries + depth - 1):
+                continue
+            self._table.token_ids[number, :entries] = context.token_ids[number, row.base + 1 : known]
+            chosen.append(index)
+            depths.append(depth)
+        self._feed_all_but_last([self._rows[int(context.rows[index])] for index in chosen])
+        self._tokens = context.token_ids
+        return np.array(chosen, np.int64), np.array(depths, np.int32)
+
+    def step(self, rows: np.ndarray, ends: np.ndarray) -> Array:
+        """See DraftRunner: the entry whose token is the last of each row's first `ends` tokens."""
+        started = time.perf_counter()
+        inputs = []
+        for number, end in zip(rows.tolist(), ends.tolist(), strict=True):
+            row = self._rows[number]
+            entry = end - 2 - row.base
+            self._table.token_ids[number, entry] = self._tokens[number, end - 1]
+            inputs.append(self._take(row, 1) if row.num_kept else self._made[number][None])
+        hidden = self._run(rows, np.ones(len(rows), np.int32), np.concatenate(inputs))
+        logits = self.model.logits(hidden)
+        self._made.update(zip(rows.tolist(), np.array(self._outputs), strict=True))
+        self.passes.append(DraftPass(len(rows), time.perf_counter() - started))
+        return logits
+
+    def end(self, rows: np.ndarray, drafts: np.ndarray) -> None:
+        """See DraftRunner: entries that the head made up are computed anew from the model's features."""
+        for number in rows.tolist():
+            self._table.num_computed[number] = self._rows[number].fed
+
+    def check(self) -> None:
+        """The full account of the pool; raises AssertionError on a leak."""
+        self.kv.pool.settle(-1)
+        self.kv.check()
+
+    # -- features
+
+    def _keep(self, step: StepFeatures, num_tokens: np.ndarray) -> None:
+        """Keep the features of a step's tokens, without those of drafts that were refused."""
+        for number, start, first, end in zip(
+            step.rows.tolist(), step.starts.tolist(), step.query_start[:-1].tolist(), step.query_start[1:].tolist(),
+            strict=True,
+        ):  # fmt: skip
+            row = self._rows.get(number)
+            count = min(end - first, int(num_tokens[number]) - 1 - start, int(step.num_computed[number]) - start)
+            if row is None or count < 1:
+                continue
+            if start != row.next or row.num_kept + count > _KEPT:
+                self._begin_at(row, start)
+            row.features.append(np.array(step.values[first : first + count], np.float32))
+            row.num_kept += count
+
+    def _begin_at(self, row: _Row, position: int) -> None:
+        """Forget all entries: the sequence begins anew at a position."""
+        self.kv.free(row.request, after_step=-1)
+        row.request.num_slots = 0
+        row.base, row.fed, row.features, row.num_kept = position, 0, [], 0
+        self._table.num_computed[row.request.row] = 0
+
+    def _take(self, row: _Row, count: int) -> Array:
+        """The next `count` kept features [count, H]."""
+        values = row.features[0] if len(row.features) == 1 else np.concatenate(row.features)
+        row.features = [values[count:]] if count < len(values) else []
+        row.num_kept -= count
+        row.fed += count
+        return self.model.fuse(values[:count])
+
+    def _feed_all_but_last(self, rows: list[_Row]) -> None:
+        for row in rows:
+            number = np.array([row.request.row], np.int32)
+            self._table.num_computed[number] = row.fed
+            while row.num_kept > 1:
+                count = min(row.num_kept - 1, _CHUNK)
+                self._run(number, np.array([count], np.int32), self._take(row, count))
+
+    # -- the head
+
+    def _allocate(self, row: _Row, num_entries: int) -> bool:
+        if num_entries <= row.request.num_slots:
+            return True
+        news = self.kv.allocate(row.request, num_entries, [])
+        for new in news or ():
+            self._table.block_tables[new.group][new.row, new.start : new.start + len(new.ids)] = new.ids
+        return news is not None
+
+    def _run(self, rows: np.ndarray, lengths: np.ndarray, features: Array) -> Array:
+        """Hidden states [R, H] of each row's last entry of a pass."""
+        spans = np.zeros((4, len(rows)), np.int32)
+        spans[0], spans[1], spans[2] = rows, self._table.num_computed[rows], lengths
+        plan = StepPlan(0, spans=spans, yields=np.ones(len(rows), bool))
+        batch = self._builder.build(plan, self._launcher.pick(plan.num_tokens, plan.num_spans, None))
+        metas = [self._backend.plan(batch, g, group) for g, group in enumerate(self._cache.layout.groups)]
+        self._inputs = features
+        hidden = self._launcher.run(batch, metas)
+        self._outputs = self._outputs[batch.logit_index]
+        self._table.num_computed[rows] += lengths
+        return hidden[batch.logit_index]
+
+    def _forward(self, batch: StepBatch, metas: list[Any]) -> Array:
+        settings = self.model.attention_layers
+
+        def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
+            return self._backend.run(q, k, v, self._cache.pages(layer), metas[0], settings[layer])
+
+        self._outputs, hidden = self.model.forward(batch.token_ids, self._inputs, batch.positions, attend)
+        return hidden
