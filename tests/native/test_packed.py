@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -200,3 +204,18 @@ def test_any_shape(format: str, n: int, blocks: int, count: int, seed: int) -> N
     found = packed_linear.variants["native"](x, packed)
     assert (np.abs(found - x.astype(np.float64) @ exact.T.astype(np.float64)) <= bound(x, exact)).all()
     np.testing.assert_allclose(found, packed_linear.reference(x, packed), rtol=0, atol=2 * bound(x, exact).max())
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="needs Linux")
+def test_large_pages_are_asked_for_where_the_system_gives_them() -> None:
+    """Of private memory: shared memory has a switch of its own, which is off nearly everywhere."""
+    piece = Arena().take(1 << 20)
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if match := re.match(r"([0-9a-f]+)-([0-9a-f]+) (\S+)", line):
+            inside = int(match[1], 16) <= piece.ctypes.data < int(match[2], 16)
+            permissions = match[3]
+        elif inside and line.startswith("VmFlags:"):
+            assert permissions.endswith("p") and "hg" in line.split()
+            return
+    pytest.fail("the arena's memory is not among the process's")

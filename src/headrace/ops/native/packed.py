@@ -49,7 +49,9 @@ class Arena:
 
 
 def _map(num_bytes: int) -> np.ndarray:
-    memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE)
+    # private, because pages of shared memory are small ones on most systems, whatever is asked for
+    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+    memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE, **private)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without them
             memory.madvise(mmap.MADV_HUGEPAGE)
