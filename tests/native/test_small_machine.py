@@ -22,9 +22,11 @@ pytestmark = [
 COMMAND = [sys.executable, "-m", "headrace", "run", "--quiet", "--temperature", "0", "--max-tokens", "40", "The sky is"]
 # A process counts the memory of the one it was forked from: this small one stands between the tests and the engine.
 LAUNCHER = """
-import json, os, subprocess, sys
-cores, *command = sys.argv[1:]
+import json, os, resource, subprocess, sys
+cores, limit, *command = sys.argv[1:]
 os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: int(cores)])
+if int(limit):
+    resource.setrlimit(resource.RLIMIT_DATA, (int(limit), int(limit)))
 child = subprocess.Popen(command, stdout=subprocess.PIPE)
 answer = child.stdout.read().decode()
 _, status, usage = os.wait4(child.pid, 0)
@@ -32,20 +34,32 @@ print(json.dumps([answer, os.waitstatus_to_exitcode(status), usage.ru_maxrss * 1
 """
 
 
-def run(cores: int) -> tuple[str, int]:
-    """(answer, peak resident memory in bytes: file pages included) of a process of its own on `cores` cores."""
+def run(cores: int, limit: int = 0) -> tuple[str, int]:
+    """(answer, peak resident memory in bytes: file pages included) of a process of its own on `cores` cores.
+
+    `limit`: bytes of memory that is not a file's, whether touched or not (RLIMIT_DATA; 0: none). Beyond it the kernel
+    refuses more, so this is stricter than a container's limit, which counts touched memory and takes back file pages.
+    """
     done = subprocess.run(
-        [sys.executable, "-c", LAUNCHER, str(cores), *COMMAND], capture_output=True, text=True, check=True
+        [sys.executable, "-c", LAUNCHER, str(cores), str(limit), *COMMAND], capture_output=True, text=True
     )
+    assert done.returncode == 0, done.stderr
     answer, code, peak = json.loads(done.stdout)
-    assert code == 0
+    assert code == 0, done.stderr
     return answer, peak
 
 
 def test_one_core_gives_the_same_answer_in_little_memory() -> None:
-    """A limit on address space would prove nothing, since the cache reserves what it may never touch; resident memory
-    is what a container counts."""
     answer, peak = run(cores=1)
     everything, peak_of_all = run(cores=len(os.sched_getaffinity(0)))
     assert answer.strip() and answer == everything
     assert max(peak, peak_of_all) < 250e6
+
+
+def test_512_megabytes_are_enough() -> None:
+    """Also that the limit is one: with less than the weights take there is a message, and no answer."""
+    answer, peak = run(cores=1, limit=512_000_000)
+    assert answer.strip() and answer == run(cores=1)[0]
+    assert peak < 512e6
+    with pytest.raises(AssertionError, match="memory"):
+        run(cores=1, limit=90_000_000)
