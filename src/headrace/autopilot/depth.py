@@ -24,13 +24,14 @@ from headrace.ledger.cost import CostModel
 from headrace.ledger.work import WorkModel
 
 _PRIOR = 0.7  # acceptance assumed of the first drafts of all: optimism costs a few steps, pessimism would never try
-_MEMORY = 0.9  # weight of the past against one more verified draft of a request
+_MEMORY = 0.96  # weight of the past against one more verified draft of a request
 _LONG_MEMORY = 0.99  # the same of all requests together
-_FORGET = 0.02  # per step without verification the estimate moves this far back to the prior, so that it is tried again
+_FORGET = 0.02  # per step without verification the estimate moves this far back to the prior, so that it is tried
+# again; divided by the requests that decode, so that trying costs a step the same at every load
 _MARGIN, _MARGIN_OFF = 1.02, 1.05  # drafts must promise this much; more, where the request has none now: hysteresis
 _CONTEXT = 256  # tokens of context assumed; the difference between depths hardly depends on it
 _REFRESH = 512  # decisions between looks at the cost model
-_STEPS = 25  # acceptances are told apart by 1 / this
+_STEPS = 50  # acceptances are told apart by 1 / this
 _DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
 _SHARE_MEMORY = 0.8  # weight of the past in the share of requests that have drafts
 
@@ -87,6 +88,9 @@ class AutoDepth:
         self._most = most
         self._proposers = tuple(proposers)
         self._networks = dict(networks or {})
+        named = tuple(enumerate(self._proposers))
+        self._look_ups = tuple(source for source, name in named if name not in self._networks)
+        self._network_sources = tuple(source for source, name in named if name in self._networks)
         self._prior = dict.fromkeys(range(len(self._proposers)), _PRIOR)
         self._seconds: dict[tuple[int, int], float] = {}  # (rows, drafts) -> predicted seconds
         self._best: dict[tuple[bool, int, float, int, int], _Best] = {}  # with a network's cost, most, acceptance, n, R
@@ -100,9 +104,10 @@ class AutoDepth:
 
     def depth(self, request: Request, available: int, num_rows: int) -> int:
         source = request.draft_source
-        best = self._choose(source, self._acceptance(request, source), num_rows, available, drafted=True)
+        company = len(self._chosen) + 1
+        best = self._choose(source, self._acceptance(request, source), num_rows, available, company, drafted=True)
         if not self._pays(request, best):
-            self._drift(request, source)
+            self._drift(request, source, num_rows)
             return 0
         self._chosen.append((source, best.depth))
         return best.depth
@@ -128,34 +133,42 @@ class AutoDepth:
         lone = len(self._proposers) == 1 and not self._networks
         if lone and all(request.params.draft_method is None for request, _ in spans):
             return None  # a look-up costs nothing: what of it is verified is decided then
-        columns = [self._limits_of(request, max(1, num_rows)) for request, _ in spans]
+        columns: list[list[int]] = []
+        company = 1  # requests that will have drafts, this one included
+        for request, _ in spans:
+            columns.append(self._limits_of(request, max(1, num_rows), company))
+            company += any(columns[-1])
         return np.array(columns, np.int32).reshape(-1, len(self._proposers)).T
 
-    def _limits_of(self, request: Request, num_rows: int) -> list[int]:
-        """The proposer that pays most, and behind a look-up, which may find nothing, the network if it pays too."""
+    def _limits_of(self, request: Request, num_rows: int, company: int) -> list[int]:
+        """For the proposer that pays most; and behind a look-up, which may find nothing, for the network if it pays."""
         limits = [0] * len(self._proposers)
-        gains = {}
-        for source, name in enumerate(self._proposers):
-            if not allows(request, name):
-                continue
-            best = self._choose(source, self._acceptance(request, source), num_rows, self._most, drafted=False)
-            gains[source] = best
-        if not gains:
-            return limits
-        first = max(gains, key=lambda source: gains[source].gain)
-        for source, best in gains.items():
-            network = self._proposers[source] in self._networks
-            if source == first and not network:
-                limits[source] = self._most
-            elif network and best.depth and best.gain > (_MARGIN if request.speculates else _MARGIN_OFF):
+        acceptance, get = self._prior, request.acceptance.get
+        look_ups, networks = self._look_ups, self._network_sources
+        if request.params.draft_method is not None:
+            look_ups = tuple(source for source in look_ups if allows(request, self._proposers[source]))
+            networks = tuple(source for source in networks if allows(request, self._proposers[source]))
+        # look-ups cost the same, nothing, so the one that is right most often pays most
+        look_up = max(look_ups, key=lambda source: get(source, acceptance[source]), default=None)
+        gain = 0.0
+        if look_up is not None:
+            limits[look_up] = self._most
+            if networks:
+                gain = self._best_of(look_up, request, num_rows, company).gain
+        for source in networks:
+            best = self._best_of(source, request, num_rows, company)
+            if best.depth and best.gain > (_MARGIN if request.speculates else _MARGIN_OFF):
                 limits[source] = best.depth
-        if not any(limits):  # the network does not pay: then what costs nothing may be tried
-            for source in gains:
-                limits[source] = 0 if self._proposers[source] in self._networks else self._most
-        for source in gains:
+                if look_up is not None and best.gain > gain:
+                    limits[look_up] = 0
+        for source in (*look_ups, *networks):
             if not limits[source]:
-                self._drift(request, source)
+                self._drift(request, source, num_rows)
         return limits
+
+    def _best_of(self, source: int, request: Request, num_rows: int, company: int) -> _Best:
+        acceptance = self._acceptance(request, source)
+        return self._choose(source, acceptance, num_rows, self._most, company, drafted=False)
 
     def decisions(self) -> list[tuple[str, ...]]:
         chosen, self._chosen = self._chosen, []
@@ -178,13 +191,14 @@ class AutoDepth:
     def _acceptance(self, request: Request, source: int) -> float:
         return request.acceptance.get(source, self._prior[source])
 
-    def _drift(self, request: Request, source: int) -> None:
-        acceptance = self._acceptance(request, source)
-        request.acceptance[source] = acceptance + _FORGET * (max(_PRIOR, self._prior[source]) - acceptance)
+    def _drift(self, request: Request, source: int, num_rows: int) -> None:
+        acceptance, rate = self._acceptance(request, source), _FORGET / num_rows
+        request.acceptance[source] = acceptance + rate * (max(_PRIOR, self._prior[source]) - acceptance)
 
-    def _choose(self, source: int, acceptance: float, num_rows: int, most: int, drafted: bool) -> _Best:
-        """The best depth up to `most`; where the drafts exist already, their cost is no longer a matter of choice."""
-        drafting = _rounded(self._share * num_rows)
+    def _choose(self, source: int, acceptance: float, num_rows: int, most: int, company: int, drafted: bool) -> _Best:
+        """The best depth up to `most`, where as many requests have drafts as in the steps before, and at least the
+        `company` that is known. Where the drafts exist already, their cost is no longer a matter of choice."""
+        drafting = _rounded(max(company, self._share * num_rows))
         network = None if drafted else self._networks.get(self._proposers[source])
         self._asked += 1
         if self._asked % _REFRESH == 0:
