@@ -23,11 +23,16 @@ SPREAD = {
     "Q5_K": 60 * 24,
     "Q6_K": 100 * 24,
 }  # of a weight, in units of its scale
-FORMATS = ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"]
+FORMATS = ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"]  # GGUF's
 
 
 def random_rows(rng: np.random.Generator, format: str, rows: int, k: int, std: float = 0.1) -> np.ndarray:
     """uint8 [rows, row bytes]: random bits in every field, scales such that weights are about `std` in size."""
+    if format == "I8":
+        data = rng.integers(0, 256, (rows, k // 32, 36), dtype=np.uint8)
+        scale = std / 100 * (1 + rng.random((rows, k // 32, 1)))
+        data[:, :, :4] = scale.astype(np.float32).view(np.uint8)
+        return data.reshape(rows, -1)
     if format not in SCALE_OFFSETS:
         values = (rng.standard_normal((rows, k)) * std).astype(np.float32)
         if format == "BF16":
@@ -43,6 +48,10 @@ def random_rows(rng: np.random.Generator, format: str, rows: int, k: int, std: f
 
 def dequantized(format: str, rows: np.ndarray) -> np.ndarray:
     """What gguf makes of them, float32."""
+    if format == "I8":
+        blocks = rows.reshape(len(rows), -1, 36)
+        scale = np.ascontiguousarray(blocks[:, :, :4]).view(np.float32)
+        return (blocks[:, :, 4:].view(np.int8) * scale).reshape(len(rows), -1)
     if format == "F32":
         return rows.view(np.float32)
     if format == "F16":

@@ -16,7 +16,8 @@ from headrace.ops.native.packed import Arena, PackedMatrix, StoredTensor, pack, 
 from native.blocks import FORMATS, dequantized, random_rows
 
 ARENA = Arena()
-QUANTISED = [format for format in FORMATS if format.startswith("Q")]
+ALL = [*FORMATS, "I8"]
+QUANTISED = [format for format in ALL if format.startswith(("Q", "I"))]
 
 
 def matrix(format: str, n: int, k: int, seed: int = 0, int16: bool = False) -> tuple[PackedMatrix, np.ndarray]:
@@ -35,7 +36,7 @@ def bound(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
     return 2.0**-24 * (x.shape[1] + 2) * (np.abs(x).astype(np.float64) @ np.abs(weight).T.astype(np.float64)) + 1e-30
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", ALL)
 @pytest.mark.parametrize(("n", "k"), [(1, 256), (33, 512), (70, 1280)])
 def test_holds_the_numbers_of_the_file(path: str, format: str, n: int, k: int) -> None:
     packed, exact = matrix(format, n, k)
@@ -47,7 +48,7 @@ def test_holds_the_numbers_of_the_file(path: str, format: str, n: int, k: int) -
     np.testing.assert_array_equal(packed_linear(unit[k // 2 : k // 2 + 1], packed)[0], exact[:, k // 2])
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", ALL)
 def test_product_and_its_bits_in_any_company(path: str, format: str) -> None:
     n, k = 77, 768
     packed, exact = matrix(format, n, k)

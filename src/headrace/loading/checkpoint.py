@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from headrace.loading.compressed import METHOD, CompressedWeights, check_scheme
 from headrace.loading.errors import CheckpointError
 from headrace.loading.json_file import read_json
 from headrace.loading.names import hf_name, text_name
+from headrace.loading.safetensors_file import SafetensorsFolder
 from headrace.loading.store import repair_of
 from headrace.models.spec import ModelSpec
 
@@ -183,25 +185,23 @@ class FolderCheckpoint(LoadedCheckpoint):
     def __init__(self, path: Path):
         from headrace.frontend.tokenizer import read_chat_templates
         from headrace.loading.hf_config import spec_from_config
-        from headrace.loading.safetensors_file import SafetensorsFolder
 
         self.path = path
         self.name = path.resolve().name
         config = read_json(path / "config.json")
         generation = read_json(path / "generation_config.json", missing_ok=True)
-        if config.get("quantization_config"):
-            method = config["quantization_config"]
-            method = method.get("quant_method", "unknown") if isinstance(method, dict) else method
-            if method == "mxfp4":
-                raise CheckpointError(f"{path}: {MXFP4_REMEDY}")
-            raise CheckpointError(f"{path}: quantised with {method!r}, which is not supported yet")
+        compressed = _is_compressed(config.get("quantization_config"), path)
         self.spec = spec_from_config(config, where=str(path / "config.json"), eos=_eos_ids(path, generation))
         self._weights = SafetensorsFolder(path)
         self.num_bytes = self._weights.num_bytes
         self.chat_template = read_chat_templates(path).get("default")
         self.generation = {key: generation[key] for key in GENERATION_KEYS if generation.get(key) is not None}
+        self._int8 = CompressedWeights(self._weights) if compressed else None
         tied = self.spec.tie_word_embeddings
-        named = ((text_name(stored), stored) for stored in self._weights.names())
+        names = set(self._weights.names())
+        if self._int8 is not None:
+            names = (names - self._int8.hidden) | self._int8.matrices
+        named = ((text_name(stored), stored) for stored in sorted(names))
         self._stored = {
             name: stored
             for name, stored in named
@@ -214,14 +214,30 @@ class FolderCheckpoint(LoadedCheckpoint):
         return self._stored.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._weights.shape(self._stored.get(name, name))
+        return self._home(name).shape(self._stored.get(name, name))
 
     def read(self, name: str) -> np.ndarray:
-        return self._weights.read(self._stored.get(name, name))
+        return self._home(name).read(self._stored.get(name, name))
+
+    def read_packed(self, name: str) -> StoredTensor | None:
+        """A matrix of int8 weights as the native kernels read it; None for others."""
+        home = self._home(name)
+        return home.read_packed(self._stored[name]) if isinstance(home, CompressedWeights) else None
 
     def fill(self, name: str, target: torch.Tensor) -> None:
         """Write the tensor into one of a GPU's."""
-        self._weights.fill(self._stored.get(name, name), target)
+        home = self._home(name)
+        if isinstance(home, SafetensorsFolder):
+            home.fill(self._stored.get(name, name), target)
+        else:
+            from torch import from_numpy
+
+            target.copy_(from_numpy(home.read(self._stored[name])))
+
+    def _home(self, name: str) -> SafetensorsFolder | CompressedWeights:
+        """What reads a tensor."""
+        quantised = self._int8 is not None and self._stored.get(name, name) in self._int8.matrices
+        return self._int8 if self._int8 is not None and quantised else self._weights
 
     def tokenizer(self) -> Tokenizer:
         from headrace.frontend.tokenizer import Tokenizer
@@ -263,6 +279,19 @@ class DummyModel(LoadedCheckpoint):
         from headrace.frontend.tokenizer import Tokenizer
 
         return Tokenizer.from_folder(self.path.parent)
+
+
+def _is_compressed(config: Any, path: Path) -> bool:
+    """Whether a quantization_config is one of compressed-tensors; CheckpointError for what is not supported."""
+    if not config:
+        return False
+    method = config.get("quant_method", "unknown") if isinstance(config, dict) else config
+    if method == "mxfp4":
+        raise CheckpointError(f"{path}: {MXFP4_REMEDY}")
+    if method != METHOD:
+        raise CheckpointError(f"{path}: quantised with {method!r}, which is not supported yet")
+    check_scheme(config, path)
+    return True
 
 
 def _eos_ids(path: Path, generation: dict[str, Any]) -> set[int]:

@@ -1,4 +1,5 @@
-"""Folders with a draft head: config.json and safetensors as EAGLE's authors and `speculators` publish them."""
+"""Folders with draft heads: config.json and safetensors as the authors of EAGLE and Medusa, or `speculators`, publish
+them."""
 
 from __future__ import annotations
 
@@ -56,8 +57,43 @@ class HeadCheckpoint:
         return self._weights.read(self._stored[name])
 
 
+MEDUSA_FILE = "medusa_lm_head.safetensors"
+
+
+class MedusaCheckpoint:
+    """Medusa heads on disk (the `Checkpoint` protocol of layers/weights.py), names without "medusa_head."."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.name = path.resolve().name
+        self._weights = SafetensorsFolder(path, MEDUSA_FILE)
+        self._stored = {name.removeprefix("medusa_head."): name for name in self._weights.names()}
+        self.num_bytes = self._weights.num_bytes
+        heads = {name.split(".")[0] for name in self._stored}
+        blocks = {name.split(".")[1] for name in self._stored if name.endswith(".linear.weight")}
+        self.num_heads, self.num_blocks = len(heads), len(blocks)
+        config = read_json(path / "config.json", missing_ok=True)
+        for key, found in (("medusa_num_heads", self.num_heads), ("medusa_num_layers", self.num_blocks)):
+            if key in config and config[key] != found:
+                raise CheckpointError(f"{path}: config.json says {key} {config[key]!r}, the file has {found}")
+
+    def names(self) -> Iterable[str]:
+        return self._stored.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._weights.shape(self._stored[name])
+
+    def read(self, name: str) -> np.ndarray:
+        return self._weights.read(self._stored[name])
+
+
+def is_medusa(path: Path) -> bool:
+    """Whether the folder holds Medusa heads."""
+    return (path / MEDUSA_FILE).is_file()
+
+
 def is_head(path: Path) -> bool:
-    """Whether the folder holds a draft head rather than a model."""
+    """Whether the folder holds an EAGLE head rather than a model."""
     if not (path / "config.json").is_file():
         return False
     config = read_json(path / "config.json")

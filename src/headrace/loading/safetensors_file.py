@@ -71,9 +71,10 @@ class _Shard:
 class SafetensorsFolder:
     """The tensors of every shard in a folder. `read` gives float32; CheckpointError names the file or tensor."""
 
-    def __init__(self, folder: str | Path):
+    def __init__(self, folder: str | Path, single: str = SINGLE_NAME):
+        """`single` is the file's name where there is no index."""
         self.folder = Path(folder)
-        self._shards = [_Shard(path) for path in _shard_paths(self.folder)]
+        self._shards = [_Shard(path) for path in _shard_paths(self.folder, single)]
         self._home: dict[str, _Shard] = {}
         for shard in self._shards:
             for name in shard.tensors:
@@ -94,6 +95,14 @@ class SafetensorsFolder:
         if dtype == "BF16":
             values = (values.astype(np.uint32) << 16).view(np.float32)
         return np.require(values.astype(np.float32, copy=False), requirements=["C", "A"])
+
+    def dtype(self, name: str) -> str:
+        """Its dtype in the file, in the format's words: a key of DTYPES, or another that is not read."""
+        return self._shard(name).tensors[name][0]
+
+    def raw(self, name: str) -> np.ndarray:
+        """The tensor as it lies in the file, read-only; BF16 as uint16."""
+        return self._stored(name)[0]
 
     def fill(self, name: str, target: torch.Tensor) -> None:
         """Write the tensor into `target`, which may be a GPU's and of another dtype, without a float32 copy."""
@@ -123,14 +132,14 @@ class SafetensorsFolder:
         return self._home[name]
 
 
-def _shard_paths(folder: Path) -> list[Path]:
+def _shard_paths(folder: Path, name: str) -> list[Path]:
     """The files that make up the model. File names in an index are data: only plain names in the folder are read."""
     index = folder / INDEX_NAME
     if not index.is_file():
-        single = folder / SINGLE_NAME
+        single = folder / name
         if single.is_file():
             return [single]
-        raise CheckpointError(f"{folder}: has no {SINGLE_NAME} and no {INDEX_NAME}; only safetensors weights are read")
+        raise CheckpointError(f"{folder}: has no {name} and no {INDEX_NAME}; only safetensors weights are read")
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: has no weight_map")

@@ -21,7 +21,7 @@ from headrace.ops.registry import op
 from headrace.ops.xp import Array
 
 PANEL = 32
-FORMATS = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+FORMATS = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "I8")
 FLOATS = FORMATS[:3]
 _ARENA_CHUNK = 1 << 28  # address space, not memory: pages are taken when they are written
 _HUGE_PAGE = 1 << 21

@@ -112,6 +112,8 @@ struct SixBits {
   }
 };
 
+// Signed bytes with an fp16 scale for 32 k, or a float32 one: w = q * d.
+template <bool kWide>
 struct Bytes {
   static constexpr int kSteps = 8, kPer = 4, kHasHeader = 0;
   const uint8_t* at;
@@ -120,7 +122,8 @@ struct Bytes {
   INLINE void header(const uint8_t*) {}
   INLINE void open(const uint8_t* block) {
     at = block;
-    for (int p = 0; p < P; ++p) d[p] = half(block + 1024 + p * W * 2);
+    for (int p = 0; p < P; ++p)
+      d[p] = kWide ? load(reinterpret_cast<const float*>(block + 1024) + p * W) : half(block + 1024 + p * W * 2);
   }
   INLINE void word(int z) {
     for (int p = 0; p < P; ++p) w[p] = unbias(words(at + (group_of(p) * 8 + z) * 64 + within(p)));
@@ -136,7 +139,8 @@ template <> struct DecoderOf<Q4_0> { using type = Nibbles<false, true>; };
 template <> struct DecoderOf<Q4_1> { using type = Nibbles<false, false>; };
 template <> struct DecoderOf<Q5_0> { using type = Nibbles<true, true>; };
 template <> struct DecoderOf<Q5_1> { using type = Nibbles<true, false>; };
-template <> struct DecoderOf<Q8_0> { using type = Bytes; };
+template <> struct DecoderOf<Q8_0> { using type = Bytes<false>; };
+template <> struct DecoderOf<I8> { using type = Bytes<true>; };
 template <> struct DecoderOf<Q4_K> { using type = NibblesK<false>; };
 template <> struct DecoderOf<Q5_K> { using type = NibblesK<true>; };
 template <> struct DecoderOf<Q6_K> { using type = SixBits; };

@@ -8,10 +8,10 @@
 //   nibbles 512   group g (16 outputs) of 2, word z of 4, output n of 16: a uint32 at ((g * 4 + z) * 16 + n) * 4 whose
 //                 nibbles 0, 2, 4, 6 are k = 8z .. 8z+3 and 1, 3, 5, 7 are k = 8z+4 .. 8z+7. Two masks make bytes of
 //                 it; shifted by 4j and masked it is four pairs of 16-bit numbers, k = 8z + (0,2), (4,6), (1,3), (5,7)
-//   bytes 1024    (Q8_0) group g, word z of 8, output n: four bytes, k = 4z .. 4z+3, stored as q + 128
+//   bytes 1024    (Q8_0, I8) group g, word z of 8, output n: four bytes, k = 4z .. 4z+3, stored as q + 128
 //   high 128      (Q5_*) a uint32 per output: the bit of k at 8 (k % 4) + k / 4
 //   high 256      (Q6_K) a uint32 per output for k < 16 and one for the rest: two bits at 8 (k % 4) + 2 (k % 16 / 4)
-//   scales        fp16 d [32], then fp16 m [32] where the format has one: w = q * d + m
+//   scales        fp16 d [32] (I8: float32), then fp16 m [32] where the format has one: w = q * d + m
 //   K formats     a header every 8 blocks (fp16 D [32], fp16 DM [32]) and byte scales in each block
 //
 // Plain formats (F32, F16, BF16) are 32 values per k.
@@ -28,7 +28,7 @@ constexpr int kTile = 64;     // positions in a tile of attention
 constexpr int kChunk = 256;   // positions whose attention is one partial result
 constexpr int kPrefetch = 4096;  // bytes ahead: 1 KiB was clearly slower, 2 to 16 KiB alike
 
-enum Format : int { F32 = 0, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, kNumFormats };
+enum Format : int { F32 = 0, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, I8, kNumFormats };
 
 struct FormatInfo {
   int block;         // k per block: 1 or 32
@@ -42,6 +42,7 @@ constexpr FormatInfo kFormats[kNumFormats] = {
     {1, 128, 0, 1, 4},      {1, 64, 0, 1, 2},      {1, 64, 0, 1, 2},       {32, 576, 0, 32, 18},
     {32, 640, 0, 32, 20},   {32, 704, 0, 32, 22},  {32, 768, 0, 32, 24},   {32, 1088, 0, 32, 34},
     {32, 576, 128, 256, 144}, {32, 704, 128, 256, 176}, {32, 832, 64, 256, 210},
+    {32, 1152, 0, 32, 36},
 };
 
 // Bytes of one panel of a matrix with `k` inputs.

@@ -42,13 +42,13 @@ struct Pairs<SixBits> {
   }
 };
 
-template <>
-struct Pairs<Bytes> {
+template <bool kWide>
+struct Pairs<Bytes<kWide>> {
   static constexpr bool kHasMin = false;
   static constexpr int kScales = 1;
   // A word of bytes is four k, so a word here is two of them; pairs 0 and 2 come from the first.
-  INLINE static void word(Bytes&, int) {}
-  INLINE static i pair(const Bytes& decoder, int z, int j, int p) {
+  INLINE static void word(Bytes<kWide>&, int) {}
+  INLINE static i pair(const Bytes<kWide>& decoder, int z, int j, int p) {
     const i w = unbias(words(decoder.at + (group_of(p) * 8 + 2 * z + j % 2) * 64 + within(p)));
     return j < 2 ? low_bytes(w) : high_bytes(w);
   }
@@ -250,7 +250,7 @@ struct Linear16Table {
   }
   void fill() {
     add_format<Q4_0>(), add_format<Q4_1>(), add_format<Q5_0>(), add_format<Q5_1>(), add_format<Q8_0>();
-    add_format<Q4_K>(), add_format<Q5_K>(), add_format<Q6_K>();
+    add_format<Q4_K>(), add_format<Q5_K>(), add_format<Q6_K>(), add_format<I8>();
   }
 };
 static Linear16Table kLinear16;

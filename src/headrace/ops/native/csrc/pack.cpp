@@ -1,6 +1,7 @@
 // From the rows of a file to panels (kernels.h) and back. Plain code: a model is packed once, by all threads.
 //
-// Block layouts of the files: ggml's quantisation types (ggml-org/ggml, src/ggml-common.h and docs/gguf.md).
+// Block layouts of the files: ggml's quantisation types (ggml-org/ggml, src/ggml-common.h and docs/gguf.md). I8 is what
+// loading/compressed.py makes of int8 weights: 32 k are a float32 scale and 32 signed bytes.
 #include <cstring>
 
 #include "kernels.h"
@@ -26,6 +27,7 @@ inline bool bad_half(uint16_t bits) { return (bits & 0x7C00) == 0x7C00; }
 struct Elements {
   uint8_t q[kBlock];  // 0 .. 255
   uint16_t d, m;      // fp16; K formats: of the super-block
+  uint32_t wide;      // I8: the scale, a float32
   uint8_t sc[2], mn;  // K formats: scales of the block (Q6_K: two signed bytes)
 };
 
@@ -52,8 +54,9 @@ void read_block(int format, const uint8_t* row, int block, Elements* e) {
   const FormatInfo& info = kFormats[format];
   const uint8_t* s = row + static_cast<size_t>(block * kBlock / info.source_block) * info.source_bytes;
   const int j = block % kSuper;  // within a super-block
-  e->d = read16(s);
+  e->d = format == I8 ? 0 : read16(s);
   e->m = 0;
+  e->wide = 0;
   switch (format) {
     case Q4_0:
       nibbles_of(s + 2, e->q);
@@ -73,6 +76,10 @@ void read_block(int format, const uint8_t* row, int block, Elements* e) {
     }
     case Q8_0:
       for (int k = 0; k < kBlock; ++k) e->q[k] = s[2 + k] ^ 0x80;
+      break;
+    case I8:
+      e->wide = read32(s);
+      for (int k = 0; k < kBlock; ++k) e->q[k] = s[4 + k] ^ 0x80;
       break;
     case Q4_K:
     case Q5_K: {
@@ -110,10 +117,11 @@ void write_nibbles(const uint8_t* q, int output, uint8_t* out) {
 
 // Writes elements as output `output` of a panel's block. `header` is the place of the super-block's header.
 void write_block(int format, const Elements& e, int output, uint8_t* block, uint8_t* header) {
-  if (format == Q8_0) {
+  if (format == Q8_0 || format == I8) {
     for (int z = 0; z < 8; ++z)
       write32(block + ((output / 16 * 8 + z) * 16 + output % 16) * 4, read32(e.q + 4 * z));
-    write16(block + 1024 + 2 * output, e.d);
+    if (format == I8) write32(block + 1024 + 4 * output, e.wide);
+    else write16(block + 1024 + 2 * output, e.d);
     return;
   }
   write_nibbles(e.q, output, block);
@@ -189,7 +197,7 @@ int pack_panel(int format, const uint8_t* rows, size_t row_bytes, const int64_t*
     for (int block = 0; block < k / kBlock; ++block) {
       Elements e;
       read_block(format, row, block, &e);
-      bad |= bad_half(e.d) | bad_half(e.m);
+      bad |= bad_half(e.d) | bad_half(e.m) | ((e.wide & 0x7F800000u) == 0x7F800000u);
       if (info.header_bytes && block % kSuper == 0) {
         header = at;
         at += info.header_bytes;
@@ -220,8 +228,9 @@ void unpack_row(int format, const uint8_t* matrix, int k, int row, float* out) {
         const uint32_t bits = format == F32 ? read32(at + 4 * output) : static_cast<uint32_t>(read16(at + 2 * output)) << 16;
         std::memcpy(out + block, &bits, 4);
       }
-    } else if (format == Q8_0) {
-      const float d = half_to_float(read16(at + 1024 + 2 * output));
+    } else if (format == Q8_0 || format == I8) {
+      float d = half_to_float(read16(at + 1024 + 2 * output));
+      if (format == I8) std::memcpy(&d, at + 1024 + 4 * output, 4);
       const uint8_t* q = at + (output / 16 * 8 * 16 + output % 16) * 4;
       for (int e = 0; e < kBlock; ++e) out[block * kBlock + e] = static_cast<float>(q[e / 4 * 64 + e % 4] - 128) * d;
     } else {

@@ -53,11 +53,11 @@ struct Planes<SixBits> {
   }
 };
 
-template <>
-struct Planes<Bytes> {
+template <bool kWide>
+struct Planes<Bytes<kWide>> {
   static constexpr bool kHasMin = false;
   static constexpr int kScales = 1, kOffset = 128;
-  INLINE static void unpack(const Bytes& decoder, i (*w)[8]) {
+  INLINE static void unpack(const Bytes<kWide>& decoder, i (*w)[8]) {
     for (int p = 0; p < P; ++p)
       for (int q = 0; q < 8; ++q) w[p][q] = words(decoder.at + (p * 8 + q) * 64);
   }
@@ -233,6 +233,7 @@ struct PlanesTable {
   void fill() {
     of[Q4_0] = planes<Q4_0>, of[Q4_1] = planes<Q4_1>, of[Q5_0] = planes<Q5_0>, of[Q5_1] = planes<Q5_1>;
     of[Q8_0] = planes<Q8_0>, of[Q4_K] = planes<Q4_K>, of[Q5_K] = planes<Q5_K>, of[Q6_K] = planes<Q6_K>;
+    of[I8] = planes<I8>;
   }
 };
 static PlanesTable kPlanes;
