@@ -225,3 +225,29 @@ def test_the_kth_largest_and_its_equals(library: str) -> None:
             expected = ordered[ordered >= ordered[-k]] if 0 < k < size else ordered
             np.testing.assert_array_equal(found, expected)
     assert not len(_at_least_kth(np.full(4, np.nan, np.float32), 2))
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_the_end_of_the_nucleus(library: str) -> None:
+    """Against sorting the whole vocabulary, for peaked and flat distributions, with equals and impossible tokens."""
+    import torch
+
+    from headrace.sampling.stages import _nucleus_end
+
+    rng = np.random.default_rng(0)
+    for size in (1, 2, 300, 20000):
+        for spread in (0.0, 0.1, 1.0, 4.0, 30.0):
+            values = (rng.standard_normal(size) * spread).astype(np.float32)
+            values[: size // 3] = np.round(values[: size // 3])  # equals
+            values -= values.max()
+            values[1:][rng.random(size - 1) < 0.2] = -np.inf
+            values[np.argmax(values)] = 0
+            ordered = np.sort(values)[::-1]
+            reached = np.cumsum(np.exp(ordered), dtype=np.float64)
+            for top_p in (0.0, 1e-6, 0.3, 0.9, 0.999, 1 - 2.0**-24):
+                given = values if library == "numpy" else torch.from_numpy(values)
+                expected = ordered[np.count_nonzero(reached[:-1] < top_p * reached[-1])]
+                found = _nucleus_end(given, top_p)
+                if library == "numpy" or not 0.99 < top_p:  # exp of torch may differ in its last bit
+                    assert float(found) == expected, (size, spread, top_p)
+                assert np.exp(values[values >= float(found)], dtype=np.float64).sum() >= (top_p - 1e-6) * reached[-1]
