@@ -25,6 +25,7 @@ LAYERS = {
     "models": {"ops", "layers", "attention.base", "quant"},
     "sampling": {"ops", "core", "config"},
     "spec": {"ops", "core", "sampling"},
+    "spec.medusa": {"ops", "core", "models.medusa"},
     "spec.eagle": {
         "ops", "core", "attention.base", "models.draft_heads", "worker.batch", "worker.kv_cache", "worker.launcher",
         "worker.table",

@@ -14,7 +14,8 @@ from typing import Any, Literal
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
 DTYPES = ("bfloat16", "float16", "float32")
-PROPOSERS = ("suffix", "ngram", "draft", "eagle")  # in the order in which they are asked
+NETWORKS = ("draft", "eagle", "medusa")  # what draft_model can be
+PROPOSERS = ("suffix", "ngram", *NETWORKS)  # in the order in which they are asked
 MOST_DRAFTS = 64  # at a time
 SPECULATE = ("off", "auto", *PROPOSERS, "synthetic")
 
@@ -73,10 +74,10 @@ class EngineArgs:
     scheduling: Literal["fcfs", "priority"] = option("fcfs", "order in which waiting requests are admitted")
     num_threads: int | None = option(None, "processor threads of the native kernels; none: all this process may use")
     attention_backend: str | None = option(None, "attention kernels to use instead of the selector's choice")
-    speculate: Literal["off", "auto", "suffix", "ngram", "draft", "eagle", "synthetic"] = option(
+    speculate: Literal["off", "auto", "suffix", "ngram", "draft", "eagle", "medusa", "synthetic"] = option(
         "off",
-        "draft tokens and verify them together: ngram and suffix look the text up (suffix also in past outputs), draft "
-        "and eagle ask draft_model, auto takes for each request what pays most; synthetic is for benchmarks",
+        "draft tokens and verify them together: ngram and suffix look the text up (suffix also in past outputs); "
+        "draft, eagle and medusa ask draft_model; auto takes for each request what pays most; synthetic: for benchmarks",
     )
     verify: Literal["same", "residual"] = option(
         "same",
@@ -87,7 +88,7 @@ class EngineArgs:
         None, "with speculate=synthetic: accept drafts at this rate, whatever they are; the text is meaningless"
     )
     draft_model: str | None = option(
-        None, "a smaller model with the same tokens, as for model, or the folder of an EAGLE head"
+        None, "a smaller model with the same tokens, as for model, or the folder of an EAGLE head or of Medusa heads"
     )
     num_draft_tokens: int | None = option(None, "verify always so many drafts; none: as many as the cost model advises")
     suffix_tokens: int | None = option(None, "tokens of past outputs that suffix searches; 0: none")
@@ -148,12 +149,10 @@ class EngineArgs:
             raise ConfigError(f"synthetic_acceptance must be a number from 0 to 1, not {_shown(rate)}")
         if self.verify == "residual" and self.speculate in ("off", "synthetic"):
             raise ConfigError("verify=residual judges drafts; give speculate=auto, draft, suffix or ngram too")
-        if self.speculate in ("draft", "eagle") and self.draft_model is None:
-            raise ConfigError(
-                f"speculate={self.speculate} needs draft_model: a smaller model, or an EAGLE head's folder"
-            )
-        if self.draft_model is not None and self.speculate not in ("auto", "draft", "eagle"):
-            raise ConfigError("draft_model drafts only with speculate=draft, eagle or auto; give one of them too")
+        if self.speculate in NETWORKS and self.draft_model is None:
+            raise ConfigError(f"speculate={self.speculate} needs draft_model: a smaller model, or the folder of heads")
+        if self.draft_model is not None and self.speculate not in ("auto", *NETWORKS):
+            raise ConfigError(f"draft_model drafts with speculate={', '.join(NETWORKS)} or auto; give one of them too")
         if self.suffix_tokens is not None and self.speculate not in ("auto", "suffix"):
             raise ConfigError("suffix_tokens is for suffix decoding; give speculate=suffix or auto too")
         for name, allowed in (

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from headrace.config import PROPOSERS, ConfigError, EngineArgs, EngineConfig, parse_bytes
+from headrace.config import NETWORKS, PROPOSERS, ConfigError, EngineArgs, EngineConfig, parse_bytes
 from headrace.core.kv_layout import KVGroup, KVLayout
 from headrace.device.cpu import CpuFacts
 from headrace.device.cuda import GpuFacts
@@ -128,13 +128,13 @@ def _gpu(args: EngineArgs, spec: ModelSpec, gpu: GpuFacts, num_weights: int, dty
 
 
 def _proposers(args: EngineArgs, drafter: str | None) -> tuple[str, ...]:
-    """`drafter`: what draft_model turned out to be, draft or eagle."""
+    """`drafter`: the proposer that draft_model turned out to be."""
     if args.speculate == "off":
         return ()
     if args.speculate == "auto":
-        return tuple(name for name in PROPOSERS if name not in ("draft", "eagle") or name == drafter)
-    if args.speculate in ("draft", "eagle") and args.speculate != drafter:
-        what = "the head of a model" if drafter == "eagle" else "a model, no EAGLE head"
+        return tuple(name for name in PROPOSERS if name not in NETWORKS or name == drafter)
+    if args.speculate in NETWORKS and args.speculate != drafter:
+        what = {"eagle": "an EAGLE head", "medusa": "Medusa heads"}.get(drafter or "", "a model")
         raise ConfigError(f"draft_model {args.draft_model} is {what}; give speculate={drafter}")
     return (args.speculate,)
 
@@ -177,7 +177,7 @@ def resolve(
     drafter: str | None = None,
 ) -> tuple[EngineConfig, KVLayout, list[Choice]]:
     """The configuration, the cut of the KV cache, and why; ConfigError if the wishes cannot be met together. With `gpu`
-    the model of `num_weights` numbers runs there; `drafter` is what draft_model is: draft or eagle."""
+    the model of `num_weights` numbers runs there; `drafter` is the proposer that draft_model makes."""
     choices: list[Choice] = []
     dtype = "float32"
     if gpu is None:

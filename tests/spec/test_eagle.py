@@ -267,7 +267,7 @@ def test_what_does_not_fit_is_refused(models):
         LLM(shallow, speculate="eagle", draft_model=models["eagle3"])
     with pytest.raises(ConfigError, match="give speculate=eagle"):
         LLM(models["target"], speculate="draft", draft_model=models["eagle1"])
-    with pytest.raises(ConfigError, match="no EAGLE head; give speculate=draft"):
+    with pytest.raises(ConfigError, match="is a model; give speculate=draft"):
         LLM(models["target"], speculate="eagle", draft_model=models["target"])
     (folder / "empty").mkdir()
     (folder / "empty" / "config.json").write_text(json.dumps({**CONFIG, "architectures": ["LlamaForCausalLMEagle3"]}))

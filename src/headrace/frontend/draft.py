@@ -2,32 +2,57 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
-from headrace.config import ConfigError
+from headrace.config import ConfigError, EngineConfig
 from headrace.core.kv_layout import KVLayout
+from headrace.device.cpu import CpuFacts
 from headrace.frontend.tokenizer import Tokenizer
 from headrace.loading.checkpoint import LoadedCheckpoint, open_checkpoint
-from headrace.loading.draft_heads import HeadCheckpoint, is_head
+from headrace.loading.draft_heads import HeadCheckpoint, MedusaCheckpoint, is_head, is_medusa
 from headrace.loading.store import resolve_model
+from headrace.models.spec import ModelSpec
+from headrace.resolve import Choice, resolve_draft
 from headrace.worker.drafting import DraftSource, HeadKind
 
+Drafter = LoadedCheckpoint | HeadCheckpoint | MedusaCheckpoint
 
-def open_draft(name: str | None) -> LoadedCheckpoint | HeadCheckpoint | None:
+
+def open_draft(name: str | None) -> Drafter | None:
     """The checkpoint of the draft model or head, if there is to be one. CheckpointError as for any model."""
     if name is None:
         return None
+    if is_medusa(Path(name)):
+        return MedusaCheckpoint(Path(name))
     if is_head(Path(name)):
         return HeadCheckpoint(Path(name))
     return open_checkpoint(resolve_model(name))
 
 
-def draft_source(draft: LoadedCheckpoint | HeadCheckpoint, layout: KVLayout) -> DraftSource:
-    """What a worker is given of it."""
+def kind_of(draft: Drafter | None) -> str | None:
+    """The proposer that a draft model or head makes."""
+    if draft is None:
+        return None
+    return (
+        "medusa" if isinstance(draft, MedusaCheckpoint) else "eagle" if isinstance(draft, HeadCheckpoint) else "draft"
+    )
+
+
+def draft_source(
+    draft: Drafter, spec: ModelSpec, config: EngineConfig, layout: KVLayout, facts: CpuFacts
+) -> tuple[DraftSource, list[Choice]]:
+    """What a worker is given of it, beside a model of `spec` with a cache of `layout`; ConfigError if it does not
+    fit."""
+    if isinstance(draft, MedusaCheckpoint):  # heads without layers: nothing of theirs is cached
+        return DraftSource(
+            replace(spec, num_layers=1, windows=()), draft, layout, None, (draft.num_heads, draft.num_blocks)
+        ), []
+    cut, choice = resolve_draft(config, layout, draft.spec, draft.num_bytes, facts)
     kind = None
     if isinstance(draft, HeadCheckpoint):
         kind = HeadKind(draft.is_eagle3, draft.draft_vocab, draft.taps)
-    return DraftSource(draft.spec, draft, layout, kind)
+    return DraftSource(draft.spec, draft, cut, kind), [choice]
 
 
 def check_same_tokens(tokenizer: Tokenizer, draft: LoadedCheckpoint) -> None:

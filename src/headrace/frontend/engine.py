@@ -27,7 +27,7 @@ from headrace.device.cuda import GpuFacts
 from headrace.executor.inproc import InProcessExecutor
 from headrace.frontend.chat import ChatTemplate
 from headrace.frontend.defaults import recommended_params
-from headrace.frontend.draft import check_same_tokens, draft_source, open_draft
+from headrace.frontend.draft import check_same_tokens, draft_source, kind_of, open_draft
 from headrace.frontend.input import InputProcessor, Prompt
 from headrace.frontend.output import ChoiceStream, CompletionOutput, RequestOutput, Update
 from headrace.ledger.bill import Bill, merge
@@ -39,7 +39,7 @@ from headrace.ledger.observer import LedgerObserver
 from headrace.ledger.work import WorkModel
 from headrace.loading.checkpoint import LoadedCheckpoint, open_checkpoint
 from headrace.loading.store import resolve_model
-from headrace.resolve import Choice, resolve, resolve_draft
+from headrace.resolve import Choice, resolve
 from headrace.sampling.grammar import GrammarCompiler
 from headrace.sampling.params import SamplingParams
 from headrace.worker.create import make_worker
@@ -84,14 +84,13 @@ class Engine:
         """The configuration, the model and the loop: what needs no tokenizer yet."""
         gpu = choose_gpu(args.device)
         num_weights = sum(math.prod(self.checkpoint.shape(name)) for name in self.checkpoint.names()) if gpu else 0
-        drafter = None if self._draft is None else "draft" if isinstance(self._draft, LoadedCheckpoint) else "eagle"
-        self.config, layout, self.choices = resolve(args, self.spec, cpu_facts(), gpu, num_weights, drafter)
+        drafter, here = kind_of(self._draft), cpu_facts()
+        self.config, layout, self.choices = resolve(args, self.spec, here, gpu, num_weights, drafter)
         self.grammars = GrammarCompiler(tokenizer_json, self.spec.vocab_size, self.spec.eos_token_ids)
         draft: DraftSource | None = None
         if self._draft is not None:
-            cut, choice = resolve_draft(self.config, layout, self._draft.spec, self._draft.num_bytes, cpu_facts())
-            draft = draft_source(self._draft, cut)
-            self.choices.append(choice)
+            draft, choices = draft_source(self._draft, self.spec, self.config, layout, here)
+            self.choices += choices
         self._worker = make_worker(
             self.spec, self.checkpoint, self.config, layout, args.attention_backend, self.grammars, draft
         )

@@ -19,6 +19,7 @@ from headrace.sampling.state import SamplingBatch
 from headrace.spec.base import DraftContext, Drafts
 from headrace.spec.draft_runner import DraftRunner
 from headrace.spec.eagle import HeadRunner
+from headrace.spec.medusa import MedusaRunner
 
 
 class DraftModelProposer:
@@ -26,7 +27,7 @@ class DraftModelProposer:
 
     def __init__(
         self,
-        runner: DraftRunner | HeadRunner,
+        runner: DraftRunner | HeadRunner | MedusaRunner,
         sampler: Sampler,
         num_tokens: int,
         vocab_size: int,
@@ -41,7 +42,7 @@ class DraftModelProposer:
         self._num_tokens = num_tokens
         self._vocab_size = vocab_size
         self._residual = residual
-        self.wants_features = isinstance(runner, HeadRunner)
+        self.wants_features = isinstance(runner, HeadRunner | MedusaRunner)
 
     @property
     def weight_bytes(self) -> int:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from headrace.attention.select import select_backend
-from headrace.config import EngineConfig
+from headrace.config import NETWORKS, EngineConfig
 from headrace.core.kv_layout import KVLayout
 from headrace.layers.weights import Checkpoint, WeightSource
 from headrace.models.blocks import CausalLM, Parts
 from headrace.models.draft_heads import Eagle1Head, Eagle3Head, EagleHead
+from headrace.models.medusa import MedusaHeads
 from headrace.models.registry import build_model
 from headrace.models.spec import ModelSpec
 from headrace.quant.base import QuantScheme
@@ -22,6 +23,7 @@ from headrace.spec.combined import CombinedProposer
 from headrace.spec.draft_model import DraftModelProposer
 from headrace.spec.draft_runner import DraftRunner
 from headrace.spec.eagle import HeadRunner
+from headrace.spec.medusa import MedusaRunner
 from headrace.spec.ngram import NgramProposer
 from headrace.spec.suffix import SuffixProposer
 from headrace.spec.synthetic import SyntheticProposer
@@ -38,12 +40,13 @@ class HeadKind:
 
 @dataclass(frozen=True)
 class DraftSource:
-    """A second model, or an EAGLE head, which drafts."""
+    """A second model, an EAGLE head or Medusa heads, which draft."""
 
     spec: ModelSpec
     checkpoint: Checkpoint
     layout: KVLayout  # of its own cache
-    head: HeadKind | None = None  # None: a model
+    head: HeadKind | None = None  # of EAGLE
+    medusa: tuple[int, int] | None = None  # heads, and blocks of each
 
 
 def make_sampler(config: EngineConfig, grammars: GrammarCompiler | None) -> Sampler:
@@ -71,8 +74,11 @@ def make_proposer(
         if draft is None:
             raise ValueError("the configuration has a draft model, but none was opened")
         layout, source = draft.layout, WeightSource(draft.checkpoint)
-        runner: DraftRunner | HeadRunner
-        if draft.head is None:
+        runner: DraftRunner | HeadRunner | MedusaRunner
+        if draft.medusa is not None:
+            runner = MedusaRunner(MedusaHeads(source, scheme, target, *draft.medusa))
+            source.finish()
+        elif draft.head is None:
             model = build_model(draft.spec, source, scheme)
             backend, _ = select_backend("cpu", layout.kv_format, model.attention_layers, layout.block_size)
             runner = DraftRunner(model, layout, backend, config.max_num_seqs, config.max_model_len)
@@ -94,7 +100,7 @@ def make_proposer(
             return SuffixProposer(config.max_draft_tokens, config.suffix_tokens)
         if name == "ngram":
             return NgramProposer(config.max_draft_tokens)
-        if name in ("draft", "eagle"):
+        if name in NETWORKS:
             return make_draft_model()
         if name == "synthetic":
             return SyntheticProposer(config.max_draft_tokens)

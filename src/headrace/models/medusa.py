@@ -1,0 +1,53 @@
+"""Medusa heads (Cai et al. 2024): head k gives the token k places behind the one that the model's own head gives.
+
+    block k    x + silu(linear(x)) of the last hidden state [H], then a linear layer [V, H]
+
+Published as `medusa_lm_head.safetensors` beside a config.json with `medusa_num_heads` and `medusa_num_layers`; names
+are `K.0.linear.weight`, `K.0.linear.bias` and `K.1.weight`, or the same behind `medusa_head.`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from headrace.layers.linear import Linear, Shard
+from headrace.layers.weights import WeightSource
+from headrace.models.blocks import CausalLM
+from headrace.ops.xp import Array
+from headrace.quant.base import QuantScheme
+
+
+class MedusaHeads:
+    """All heads of one model."""
+
+    def __init__(self, source: WeightSource, scheme: QuantScheme, target: CausalLM, num_heads: int, num_blocks: int):
+        hidden = target.spec.hidden_size
+        self.blocks = [
+            [
+                Linear(source, Shard(f"{head}.{block}.linear", hidden, bias=True), hidden, scheme)
+                for block in range(num_blocks)
+            ]
+            for head in range(num_heads)
+        ]
+        self.outputs = [
+            Linear(source, Shard(f"{head}.{num_blocks}", target.spec.vocab_size), hidden, scheme)
+            for head in range(num_heads)
+        ]
+
+    @property
+    def num_heads(self) -> int:
+        return len(self.outputs)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes that a pass of one head reads, on average."""
+        layers = [*(block for blocks in self.blocks for block in blocks), *self.outputs]
+        return sum(layer.weight_bytes for layer in layers) // max(1, self.num_heads)
+
+    def logits(self, head: int, hidden: Array) -> Array:
+        """Scores of every token, float32 [L, V], by head 0, 1 ... of hidden states [L, H]."""
+        x = np.ascontiguousarray(hidden, np.float32)
+        for block in self.blocks[head]:
+            y = np.asarray(block(x))
+            x = x + y / (1.0 + np.exp(-y))
+        return self.outputs[head](x)
