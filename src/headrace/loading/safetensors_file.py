@@ -96,6 +96,14 @@ class SafetensorsFolder:
             values = (values.astype(np.uint32) << 16).view(np.float32)
         return np.require(values.astype(np.float32, copy=False), requirements=["C", "A"])
 
+    def dtype(self, name: str) -> str:
+        """Its dtype in the file, in the format's words: a key of DTYPES, or another that is not read."""
+        return self._shard(name).tensors[name][0]
+
+    def raw(self, name: str) -> np.ndarray:
+        """The tensor as it lies in the file, read-only; BF16 as uint16."""
+        return self._stored(name)[0]
+
     def fill(self, name: str, target: torch.Tensor) -> None:
         """Write the tensor into `target`, which may be a GPU's and of another dtype, without a float32 copy."""
         import torch
