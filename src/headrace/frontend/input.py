@@ -128,7 +128,8 @@ class InputProcessor:
         self._check_choice(params, stop_ids, bad_words)
         if params.num_choices > params.n and params.logprobs is None:
             params = params.with_(logprobs=0)  # best_of compares them
-        later = params.with_(prompt_logprobs=None)  # every choice has the same prompt: the first one reports it
+        # every choice has the same prompt: the first one reports it
+        later = params if params.prompt_logprobs is None else params.with_(prompt_logprobs=None)
         seed = params.seed if params.seed is not None else int.from_bytes(os.urandom(8), "little", signed=True)
         group = None
         if params.beam_width is not None:

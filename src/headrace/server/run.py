@@ -140,6 +140,7 @@ class _Runner:
             lifespan="off",
             log_config=None,
             access_log=False,
+            proxy_headers=False,  # nobody asks where a client is
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE,
             timeout_graceful_shutdown=int(FLUSH_SECONDS),

@@ -174,8 +174,8 @@ class Client:
                     writer.close()
         except (OSError, TimeoutError, EOFError, ValueError) as error:
             raise ServerError(
-                f"no server answers at {self.host}, port {self.port} ({str(error) or type(error).__name__}); start one, "
-                "such as `headrace serve`, or give its --url"
+                f"no server answers at {self.host}, port {self.port} ({str(error) or type(error).__name__}); "
+                "start one, such as `headrace serve`, or give its --url"
             ) from None
 
 
