@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -52,6 +53,23 @@ def test_bills_are_for_who_sent_the_request(guarded):
     path = f"/requests/{reply.json['id']}.1/bill"
     assert guarded.ask("GET", path, headers=bearer("one")).json["output_tokens"] == 4
     assert guarded.ask("GET", path, headers=bearer("two")).status == 404
+
+
+def test_the_ledger_names_no_requests_of_other_keys(guarded):
+    reply = guarded.ask("POST", TEXT, {"prompt": "abc" * 30, "max_tokens": 2}, bearer("one"))
+    for accept in ("*/*", "text/event-stream"):
+        named = {key: first_records(guarded, {**bearer(key), "accept": accept}) for key in ("one", "two")}
+        assert reply.json["id"] in named["one"] and "cmpl-" not in named["two"] and '"step_id"' in named["two"]
+    assert guarded.get("/ledger").status == 401
+
+
+def first_records(server: Server, headers: dict[str, str]) -> str:
+    """What /ledger tells at first."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+    connection.request("GET", "/ledger?last=1000", headers=headers)
+    text = connection.getresponse().read1(1 << 20).decode()
+    connection.close()
+    return text
 
 
 def test_origins(guarded):

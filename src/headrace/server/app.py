@@ -96,7 +96,7 @@ class App:
             _check_method(exchange, "GET")
             await page(exchange)
             return
-        caller = self._keys.check(exchange)
+        caller = exchange.caller = self._keys.check(exchange)
         service, path = self._service, exchange.path
         if path in _GENERATION:
             _check_method(exchange, "POST")

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 class AnswerShape(ABC):
     """How one answer is written, whole or as a stream."""
 
+    errors: ErrorShape | None = None  # how one ends its stream, where that is not the endpoint's way
+
     @abstractmethod
     def body(self) -> bytes:
         """The whole answer of a job that has ended."""

@@ -146,6 +146,7 @@ def _planned(service: Service, request: ApiRequest, prompt: PromptTokens) -> Api
 async def _stream(exchange: Exchange, job: Job, shape: AnswerShape, finished: Callable[[], None]) -> None:
     await job.settled(STATUS_WAIT if job.request.params.grammar is None else GRAMMAR_WAIT)
     await exchange.start_events()
+    exchange.errors = shape.errors or exchange.errors
     begun: set[int] = set()
     parts = list(shape.opening())
     try:

@@ -46,6 +46,7 @@ class Exchange:
         self.headers = {key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]}
         self.query: bytes = scope.get("query_string", b"")
         self.extra_headers: dict[str, str] = {}  # sent with whatever answer
+        self.caller: str | None = None  # where there are API keys: who sent it
         self.status = 0  # once the answer has begun
         self.finished = False
         self.errors = ErrorShape()

@@ -7,13 +7,15 @@ import contextlib
 from typing import Any
 from urllib.parse import parse_qs
 
+import msgspec
+
 from headrace import __version__
 from headrace.core.request import RequestError
 from headrace.frontend.engine_client import EngineGoneError
 from headrace.frontend.input import InputProcessor
 from headrace.frontend.openai_request import CHAT, COMPLETIONS, BodyError, parse_body
 from headrace.server.errors import ApiError, bad_request, unavailable
-from headrace.server.http import Exchange, event
+from headrace.server.http import Exchange, encode_json, event
 from headrace.server.metrics import CONTENT_TYPE
 from headrace.server.service import Service
 
@@ -132,40 +134,47 @@ async def metrics(service: Service, exchange: Exchange) -> None:
 
 async def ledger(service: Service, exchange: Exchange) -> None:
     """The latest step records, one JSON object a line (?last=N, 100 of them unless said); to a client that accepts
-    text/event-stream, those and every one that follows, as events."""
+    text/event-stream, those and every one that follows, as events. With API keys, requests of others are not named."""
     last = _count(exchange, "last", 100)
     if "text/event-stream" not in exchange.headers.get("accept", ""):
-        lines = await _records(service, -1, last)
-        await exchange.answer(lines, "application/x-ndjson")
+        records = await _records(service, -1, last)
+        lines = [_seen_by(service, record, exchange.caller) + b"\n" for record in records]
+        await exchange.answer(b"".join(lines), "application/x-ndjson")
         return
     gone = asyncio.Event()
     exchange.watch(gone.set)
     seen = -1
-    lines = await _records(service, seen, last)
+    records = await _records(service, seen, last)
     await exchange.start_events()
     while not gone.is_set() and not service.draining:
-        parts = lines.splitlines()
-        if parts:
-            seen = int(_step_id(parts[-1]))
-        await exchange.write(b"".join(map(event, parts)) or b": nothing new\n\n")
+        if records:
+            seen = int(msgspec.json.decode(records[-1])["step_id"])
+        told = [event(_seen_by(service, record, exchange.caller)) for record in records]
+        await exchange.write(b"".join(told) or b": nothing new\n\n")
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LIVE_SECONDS):
                 await gone.wait()
-        lines = await _records(service, seen, MAX_RECORDS)
+        records = await _records(service, seen, MAX_RECORDS)
     await exchange.finish()
 
 
-async def _records(service: Service, after: int, last: int) -> bytes:
+async def _records(service: Service, after: int, last: int) -> list[bytes]:
     try:
-        return await service.client.ask("ledger", f"{after} {last}", seconds=ASK_SECONDS)
+        return (await service.client.ask("ledger", f"{after} {last}", seconds=ASK_SECONDS)).splitlines()
     except EngineGoneError as error:
         raise unavailable(str(error)) from None
 
 
-def _step_id(line: bytes) -> int:
-    import msgspec
-
-    return int(msgspec.json.decode(line)["step_id"])
+def _seen_by(service: Service, line: bytes, caller: str | None) -> bytes:
+    """A step record without the requests of other API keys."""
+    if caller is None:
+        return line
+    record = msgspec.json.decode(line)
+    may_see = service.owners.may_see
+    record["prefixes"] = [use for use in record["prefixes"] if may_see(use["request_id"], caller)]
+    record["preempted"] = [name for name in record["preempted"] if may_see(name, caller)]
+    record["refusals"] = []  # sentences that name requests
+    return encode_json(record)
 
 
 def _count(exchange: Exchange, name: str, default: int) -> int:

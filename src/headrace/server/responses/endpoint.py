@@ -12,7 +12,7 @@ from headrace.server.errors import ApiError
 from headrace.server.http import Exchange, encode_json
 from headrace.server.job import Job
 from headrace.server.responses.request import chat_body, messages_of
-from headrace.server.responses.shape import ResponsesErrors, ResponsesShape
+from headrace.server.responses.shape import ResponsesShape
 from headrace.server.responses.store import Stored
 from headrace.server.service import Service
 
@@ -21,7 +21,6 @@ PATH = "/v1/responses"
 
 class Responses(Endpoint):
     route, url, prefix = "responses", CHAT, "resp_"
-    errors = ResponsesErrors()
     renamed = {  # noqa: RUF012
         "max_tokens": "max_output_tokens", "max_completion_tokens": "max_output_tokens", "messages": "input",
         "response_format": "text", "reasoning_effort": "reasoning",

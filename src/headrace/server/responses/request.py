@@ -41,9 +41,8 @@ def chat_body(value: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     if "tool_choice" in given:
         body["tool_choice"] = _tool_choice(given["tool_choice"])
     body |= _text(given.get("text")) | _reasoning(given.get("reasoning")) | _logprobs(given)
-    for name in ("store",):
-        if not isinstance(given.get(name, True), bool):
-            raise bad_request(f"{name} must be true or false", name)
+    if not isinstance(given.get("store", True), bool):
+        raise bad_request("store must be true or false", "store")
     for name in ("instructions", "previous_response_id"):
         if not isinstance(given.get(name, ""), str):
             raise bad_request(f"{name} must be a string", name)

@@ -16,12 +16,15 @@ from headrace.server.job import Job
 _PREFIX = {"reasoning": "rs_", "text": "msg_", "call": "fc_"}
 
 
-class ResponsesErrors(ErrorShape):
-    """Errors within a stream are events."""
+class _Errors(ErrorShape):
+    """Errors within a stream are events, numbered as the others."""
+
+    def __init__(self, shape: ResponsesShape):
+        self._shape = shape
 
     def event(self, error: ApiError) -> bytes:
         told = {"type": "error", "code": error.code or error.body["error"]["type"], "message": error.message,
-                "param": error.param, "sequence_number": 0}  # fmt: skip
+                "param": error.param, "sequence_number": self._shape.next_number()}  # fmt: skip
         return named_event(told)
 
 
@@ -33,6 +36,7 @@ class ResponsesShape(BlockShape):
         self._given = notes
         self._created = time.time()
         self._sequence = 0
+        self.errors = _Errors(self)
         self._ids: list[str] = []  # of the items
         self._whole: bytes | None = None  # of the finished answer
 
@@ -137,8 +141,12 @@ class ResponsesShape(BlockShape):
     # -- the stream
 
     def _event(self, kind: str, **fields: Any) -> bytes:
+        return named_event({"type": f"response.{kind}", "sequence_number": self.next_number(), **fields})
+
+    def next_number(self) -> int:
+        """Of an event."""
         self._sequence += 1
-        return named_event({"type": f"response.{kind}", "sequence_number": self._sequence - 1, **fields})
+        return self._sequence - 1
 
     def opening(self) -> Iterator[bytes]:
         response = self._response(ended=False)
