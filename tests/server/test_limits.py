@@ -65,10 +65,12 @@ def test_the_ledger_names_no_requests_of_other_keys(guarded):
 
 
 def first_records(server: Server, headers: dict[str, str]) -> str:
-    """What /ledger tells at first."""
+    """What /ledger tells until there is nothing new."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
     connection.request("GET", "/ledger?last=1000", headers=headers)
-    text = connection.getresponse().read1(1 << 20).decode()
+    response, text = connection.getresponse(), ""
+    while "nothing new" not in text and (data := response.read1(1 << 20)):
+        text += data.decode()
     connection.close()
     return text
 
