@@ -121,6 +121,7 @@ class FakeModel:
     """Hidden states are (position, token); `widest` is the most logits asked for at once."""
 
     attention_layers = ()
+    taps = ()
     widest = 0
     poison: tuple[int, int] | None = None
 

@@ -245,6 +245,18 @@ def test_engine_draws_what_the_model_would(folder, speculate):
     assert statistic < degrees * (1 - 2 / (9 * degrees) + 3.29 * np.sqrt(2 / (9 * degrees))) ** 3
 
 
+def test_drafts_of_the_model_itself_are_never_refused(folder):
+    write_tiny_llama(folder / "twin")
+    params = SamplingParams(temperature=0.9, top_p=0.9, repetition_penalty=1.2, max_tokens=40, ignore_eos=True, n=3)
+    with LLM(
+        str(folder / "target"), speculate="draft", verify="residual", draft_model=str(folder / "twin"),
+        num_draft_tokens=4,
+    ) as llm:  # fmt: skip
+        llm.generate([[65, 66, 67] * 6, list(range(30, 60))], params)
+        totals = llm.engine.ledger.totals
+        assert totals.accepted_draft_tokens == totals.draft_tokens > 100
+
+
 def test_synthetic_acceptance_is_what_was_asked_for_and_says_so(folder):
     with LLM(str(folder / "target"), speculate="synthetic", synthetic_acceptance=0.7, num_draft_tokens=4) as llm:
         params = SamplingParams(temperature=0.0, max_tokens=120, ignore_eos=True)
