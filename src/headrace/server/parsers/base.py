@@ -211,6 +211,24 @@ class CallParser(AnswerParser):
         if text and self._told:
             out.calls.append({"index": self.num_calls, "function": {"arguments": text}})
 
+    def _object(self, call: ObjectCall, text: str, out: Pieces) -> tuple[str, bool]:
+        """More of an object that may be a call, told as far as it is one: (what is behind it, whether a call ended)."""
+        known = call.begun
+        used, arguments = call.take(text)
+        if call.begun and not known:
+            self._start(call.name, out)
+        self._argue(arguments, out)
+        if not (call.done or call.broken):
+            return "", False
+        found = call.whole() if call.done and not call.begun else None
+        if found is not None:
+            self._start(found[0], out)
+            self._argue(found[1], out)
+        ended = call.begun or found is not None
+        if ended:
+            self._stop()
+        return text[used:], ended
+
     def _stop(self) -> None:
         """It has ended."""
         self.num_calls += self._told

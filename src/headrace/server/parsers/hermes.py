@@ -20,24 +20,13 @@ class HermesParser(CallParser):
         return self._inside
 
     def _inside(self, text: str, out: Pieces) -> str:
-        call, known = self._call, self._call.begun
-        used, arguments = call.take(text)
-        if call.begun and not known:
-            self._start(call.name, out)
-        self._argue(arguments, out)
-        if not (call.done or call.broken):
-            return ""
-        self._state = self._outside
-        found = None if call.begun or call.broken else call.whole()
-        if found is not None:
-            self._start(found[0], out)
-            self._argue(found[1], out)
-        if call.begun or found is not None:
-            self._stop()
+        rest, ended = self._object(self._call, text, out)
+        if ended:
             self._state = self._behind
-        else:
-            self._show(self._shown(OPEN) + call.text, out)
-        return text[used:]
+        elif self._call.done or self._call.broken:
+            self._state = self._outside
+            self._show(self._shown(OPEN) + self._call.text, out)
+        return rest
 
     def _behind(self, text: str, out: Pieces) -> str:
         """After a call: the closing tag, if it comes."""

@@ -67,24 +67,13 @@ class LlamaParser(CallParser):
         return text
 
     def _inside(self, text: str, out: Pieces) -> str:
-        call, known = self._call, self._call.begun
-        used, arguments = call.take(text)
-        if call.begun and not known:
-            self._start(call.name, out)
-        self._argue(arguments, out)
-        if not (call.done or call.broken or self._is_other(call)):
-            return ""
-        found = None if call.begun or not call.done else call.whole()
-        if found is not None:
-            self._start(found[0], out)
-            self._argue(found[1], out)
-        if call.begun or found is not None:
-            self._stop()
+        rest, ended = self._object(self._call, text, out)
+        if ended:
             self._state = self._beginning
-        else:
-            self._show(self._shown(self._tag) + call.text, out)
+        elif self._call.done or self._call.broken or self._is_other(self._call):
             self._state = self._outside
-        return text[used:]
+            self._show(self._shown(self._tag) + self._call.text, out)
+        return rest
 
     @staticmethod
     def _is_other(call: ObjectCall) -> bool:

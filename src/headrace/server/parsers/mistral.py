@@ -59,24 +59,13 @@ class MistralParser(CallParser):
         return text[used:]
 
     def _in_list(self, text: str, out: Pieces) -> str:
-        call, known = self._call, self._call.begun
-        used, arguments = call.take(text)
-        if call.begun and not known:
-            self._start(call.name, out)
-        self._argue(arguments, out)
-        if not (call.done or call.broken):
-            return ""
-        found = call.whole() if call.done and not call.begun else None
-        if found is not None:
-            self._start(found[0], out)
-            self._argue(found[1], out)
-        if call.begun or found is not None:
-            self._stop()
+        rest, ended = self._object(self._call, text, out)
+        if ended:
             self._state = self._between
-        else:
-            self._show(self._before + call.text, out)
+        elif self._call.done or self._call.broken:
             self._state = self._outside
-        return text[used:]
+            self._show(self._before + self._call.text, out)
+        return rest
 
     def _between(self, text: str, out: Pieces) -> str:
         """Between the calls of a list."""
