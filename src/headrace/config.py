@@ -77,7 +77,7 @@ class EngineArgs:
     speculate: Literal["off", "auto", "suffix", "ngram", "draft", "eagle", "medusa", "synthetic"] = option(
         "off",
         "draft tokens and verify them together: ngram and suffix look the text up (suffix also in past outputs); "
-        "draft, eagle and medusa ask draft_model; auto takes for each request what pays most; synthetic: benchmarks only",
+        "draft, eagle and medusa ask draft_model; auto takes for each request what pays most; synthetic: benchmarks",
     )
     verify: Literal["same", "residual"] = option(
         "same",
