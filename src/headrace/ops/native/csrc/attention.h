@@ -100,25 +100,34 @@ INLINE Ahead ahead_of(const Item& item, const uint8_t* pages, int start, int end
   return ahead;
 }
 
-// scores of kRows query vectors with kVectors vectors of positions; keys[v] + d * stride are W positions' dimension d
+// scores of kRows query vectors with kVectors vectors of positions; keys[v] + d * stride are W positions' dimension d.
+// Loops over sums are unrolled by name: the compiler leaves sums in memory otherwise.
 template <int kKv, int kRows, int kVectors>
 INLINE void scores_tile(const float* q, int dim, const uint8_t* const* keys, ptrdiff_t stride, float* out,
                         Ahead& ahead) {
   f sums[kRows][kVectors];
+#pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) sums[r][v] = zero();
   const uint8_t* at[kVectors];
+#pragma GCC unroll 4
   for (int v = 0; v < kVectors; ++v) at[v] = keys[v];
   for (int d = 0; d < dim; ++d) {
     f k[kVectors];
+#pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) k[v] = kv_load<kKv>(at[v]), at[v] += stride;
+#pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
       const f value = set1(q[r * dim + d]);
+#pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) sums[r][v] = fma(value, k[v], sums[r][v]);
     }
     ahead.some(1);
   }
+#pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) store(out + r * kTile + v * W, sums[r][v]);
 }
 
@@ -134,30 +143,37 @@ NOINLINE static void scores_rows(const Item& item, int row, const uint8_t* const
   else if (vectors - v == 1) scores_tile<kKv, kRows, 1>(q, item.dim, keys + v, stride, out + v * W, ahead);
 }
 
-// sums[kRows] = sums * shrink + scores x values, positions [begin, end) of the tile
-template <int kKv, int kRows, int kVectors>
+// sums[kRows] = sums * shrink + scores x values, positions [begin, end) of the tile; kWhole: every column exists. The
+// cases are apart, again so that sums stay in registers.
+template <int kKv, int kRows, int kVectors, bool kWhole>
 INLINE void values_tile(const Item& item, int row, int column, const uint8_t* const* values, int begin, int end,
                         Ahead& ahead) {
   f sums[kRows][kVectors];
   const int left = item.dim - column;
   float* kept = item.state.sums + row * item.padded + column;
+#pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) sums[r][v] = mul(load(kept + r * item.padded + v * W), set1(item.shrink[row + r]));
   const float* weights = item.scores + row * kTile;
-  const bool whole = left >= kVectors * W;
   for (int j = begin; j < end; ++j) {
     f value[kVectors];
     const uint8_t* at = values[j] + column * kv_size<kKv>();
+#pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v)
-      value[v] = whole ? kv_load<kKv>(at + v * W * kv_size<kKv>())
-                       : kv_load_n<kKv>(at + v * W * kv_size<kKv>(), left - v * W);
+      value[v] = kWhole ? kv_load<kKv>(at + v * W * kv_size<kKv>())
+                        : kv_load_n<kKv>(at + v * W * kv_size<kKv>(), left - v * W);
+#pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
       const f weight = set1(weights[r * kTile + j]);
+#pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) sums[r][v] = fma(weight, value[v], sums[r][v]);
     }
     ahead.some(1);
   }
+#pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) store(kept + r * item.padded + v * W, sums[r][v]);
 }
 
@@ -165,10 +181,11 @@ template <int kKv, int kRows>
 NOINLINE static void values_rows(const Item& item, int row, const uint8_t* const* values, int begin, int end,
                                  Ahead& ahead) {
   int column = 0;
-  for (; column + 4 * W <= item.padded; column += 4 * W)
-    values_tile<kKv, kRows, 4>(item, row, column, values, begin, end, ahead);
-  for (; column < item.padded; column += W)
-    values_tile<kKv, kRows, 1>(item, row, column, values, begin, end, ahead);
+  for (; column + 4 * W <= item.dim; column += 4 * W)
+    values_tile<kKv, kRows, 4, true>(item, row, column, values, begin, end, ahead);
+  for (; column + W <= item.dim; column += W)
+    values_tile<kKv, kRows, 1, true>(item, row, column, values, begin, end, ahead);
+  if (column < item.dim) values_tile<kKv, kRows, 1, false>(item, row, column, values, begin, end, ahead);
 }
 
 template <int kKv, int kRows, class... Args>
@@ -264,7 +281,11 @@ INLINE void attend_tile(const Item& item, int tile_start, int begin, int end, in
   }
   for (int row = 0; row < item.rows; ++row) item.shrink[row] = softmax_row<kKv>(item, row, tile_start, vectors);
   const uint8_t* values[kTile];
-  for (int j = begin; j < end; ++j) values[j] = value_row<kKv>(item, tile_start + j);
+  for (int j = begin; j < end;) {  // block by block: finding a place takes two divisions
+    const uint8_t* at = value_row<kKv>(item, tile_start + j);
+    const int left = job.block_size - (tile_start + j) % job.block_size, stop = j + left < end ? j + left : end;
+    for (; j < stop; ++j, at += item.dim * kv_size<kKv>()) values[j] = at;
+  }
   ahead = ahead_of(item, job.keys, tile_start + kTile, last);
   for (int row = 0; row < item.rows; row += kAttnRows)
     values_by<kKv, kAttnRows>(item.rows - row < kAttnRows ? item.rows - row : kAttnRows, item, row, values, begin, end,

@@ -58,7 +58,9 @@ struct Planes<Bytes<kWide>> {
   static constexpr bool kHasMin = false;
   static constexpr int kScales = 1, kOffset = 128;
   INLINE static void unpack(const Bytes<kWide>& decoder, i (*w)[8]) {
+#pragma GCC unroll 2
     for (int p = 0; p < P; ++p)
+#pragma GCC unroll 8
       for (int q = 0; q < 8; ++q) w[p][q] = words(decoder.at + (p * 8 + q) * 64);
   }
 };
