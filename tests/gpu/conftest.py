@@ -1,12 +1,8 @@
 """GPU tests: on a GPU where there is one, else the Triton kernels run in Triton's interpreter on the CPU."""
 
-import os
-
 import pytest
 
 torch = pytest.importorskip("torch")
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before any of them is imported
 pytest.importorskip("triton", reason="triton is not installed: pip install triton==3.6.0")
 
 import headrace.frontend.engine as engine_module  # noqa: E402
