@@ -120,7 +120,8 @@ def test_admission_waits_for_the_itl_and_says_so():
     ),
 )
 def test_nobody_starves_and_tokens_do_not_change(base, each, itl, ttft, depth, num_blocks, requests):
-    """Whatever is predicted and promised; prompts run at least FLOOR tokens in each step that has one."""
+    """Whatever is predicted and promised. A step that leaves a prompt unfinished runs at least half of FLOOR: the other
+    half is kept for the prompts with the least left, and may find no taker."""
     core, runner = make_core(Linear(base, each), itl, ttft, budget=64, num_blocks=num_blocks, depth=depth)
     arrivals = sorted(enumerate(requests), key=lambda pair: pair[1][2])
     outputs = {}
