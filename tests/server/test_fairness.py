@@ -117,8 +117,9 @@ def test_who_does_not_read_is_cut_off(tiny_model, tokens):
             assert size < 1_000_000  # of several
         until(server.is_idle)
         assert server.text(max_tokens=2).status == 200
-        if not tokens:
-            assert server.metric("headrace_requests_total", outcome="aborted") == 1
+        if not tokens:  # the engine may have been at the end of it before the client was cut off
+            ended = [server.metric("headrace_requests_total", outcome=each) for each in ("aborted", "length")]
+            assert ended in ([1, 1], [0, 2])
 
 
 def test_slow_readers_that_read_get_everything(tiny_model):
