@@ -9,7 +9,6 @@ random one with its real engine; 100,000 short requests go to an engine that ans
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 import time
@@ -23,7 +22,7 @@ sys.path[:0] = [str(TESTS), str(TESTS / "server")]
 import fault_cases  # noqa: E402
 from harness import Server, serve_command  # noqa: E402
 
-from headrace.bench.results import commit, environment  # noqa: E402
+from headrace.bench.results import write_results  # noqa: E402
 from tiny import write_tiny_llama  # noqa: E402
 
 
@@ -68,15 +67,8 @@ def main() -> None:
             found[case] = {"seconds": round(time.monotonic() - started, 1), **result}
             print(case, {key: value for key, value in found[case].items() if key != "memory"}, flush=True)
     if arguments.json:
-        value = {
-            "name": "faults",
-            "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "commit": commit(),
-            "environment": environment("uvicorn", "pyzmq", "msgspec"),
-            "rows": [],  # nothing here is a speed
-            "cases": found,
-        }
-        arguments.json.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", "utf-8")
+        # no rows: nothing here is a speed
+        write_results(arguments.json, "faults", [], "uvicorn", "pyzmq", "msgspec", more={"cases": found})
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import subprocess
 import sys
@@ -143,10 +142,8 @@ async def measure(
     for row in rows:
         print(row.line())
     if arguments.json:
-        write_results(arguments.json, "serve", rows, "uvicorn", "pyzmq", "msgspec")
-        value = json.loads(arguments.json.read_text("utf-8"))
-        text = json.dumps({**value, "threads": arguments.threads, "details": details}, indent=1)
-        arguments.json.write_text(text + "\n", "utf-8")
+        more = {"threads": arguments.threads, "details": details}
+        write_results(arguments.json, "serve", rows, "uvicorn", "pyzmq", "msgspec", more=more)
     if arguments.plot:
         write_svg(arguments.plot, bench.charts(servers))
 

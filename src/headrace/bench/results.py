@@ -8,6 +8,7 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -81,14 +82,17 @@ def commit() -> str:
         return "unknown"
 
 
-def write_results(path: str | Path, name: str, rows: list[Row], *packages: str) -> None:
-    """Write a results file, making its folder."""
+def write_results(
+    path: str | Path, name: str, rows: list[Row], *packages: str, more: Mapping[str, Any] | None = None
+) -> None:
+    """Write a results file, making its folder. `more`: fields beyond the rows."""
     value = {
         "name": name,
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "commit": commit(),
         "environment": environment(*packages),
         "rows": [asdict(row) for row in rows],
+        **(more or {}),
     }
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)

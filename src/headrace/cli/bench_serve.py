@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import sys
@@ -105,9 +104,7 @@ async def _serve(arguments: argparse.Namespace) -> int:
         if late > 0.05:
             tell(f"requests were sent up to {late:.2f} s late: this client is the limit")
     if arguments.json:
-        write_results(arguments.json, "serve", made)
-        value = json.loads(Path(arguments.json).read_text("utf-8"))
-        Path(arguments.json).write_text(json.dumps({**value, "details": details}, indent=1) + "\n", "utf-8")
+        write_results(arguments.json, "serve", made, more={"details": details})
     if arguments.plot:
         write_svg(arguments.plot, charts)
     failed = sum(each["failed"] for each in details)
