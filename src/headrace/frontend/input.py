@@ -80,7 +80,7 @@ class InputProcessor:
         return ids
 
     def _check_length(self, text: str) -> None:
-        """Refuse what cannot fit before it is cut into tokens, which takes a second for every megabyte."""
+        """Refuse what cannot fit before it is cut into tokens, which takes long for long texts."""
         if len(text) <= _SHORT * self._max_model_len:
             return
         if not self._longest:

@@ -56,7 +56,7 @@ class RequestOutput:
             choice.index = index
 
 
-@dataclass(slots=True)  # frozen would take five times as long to make, for every token of a stream
+@dataclass(slots=True)  # a frozen one takes longer to make, and every token of a stream has its own
 class Update:
     """What one step added to one choice, ready to be shown."""
 
