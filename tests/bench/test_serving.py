@@ -30,6 +30,7 @@ class Scripted(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     bodies: list[dict] = []  # noqa: RUF012
     usage = True
+    reasoning = 0  # so many pieces are of reasoning, and a first token has no text at all
 
     def log_message(self, *_: object) -> None:
         pass
@@ -51,6 +52,8 @@ class Scripted(BaseHTTPRequestHandler):
         for number in range(body["max_tokens"]):
             piece = f"w{number} "
             choice = {"text": piece} if "prompt" in body else {"delta": {"content": piece}}
+            if number < self.reasoning:
+                choice = {"delta": {"content": None, "reasoning_content": piece} if number else {}}
             self._chunk(json.dumps({"choices": [choice]}))
         if self.usage:
             usage = {"prompt_tokens": 2 * len(text.split()) + 10, "completion_tokens": body["max_tokens"]}
@@ -71,7 +74,7 @@ class Scripted(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def scripted():
-    Scripted.bodies, Scripted.usage = [], True
+    Scripted.bodies, Scripted.usage, Scripted.reasoning = [], True, 0
     server = ThreadingHTTPServer(("127.0.0.1", 0), Scripted)
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
@@ -195,6 +198,15 @@ def test_a_server_that_does_not_count(scripted):
     assert server.scale == TokensPerWord(1.0, 0.0) and summary.output_tokens == 21
 
 
+def test_reasoning_counts_and_is_not_said_again(scripted):
+    Scripted.reasoning = 4
+    workload = Workload(kind="multi-turn", count=1, num_turns=2, output_len=6, spread=0.0)
+    summary, server = measure(scripted, workload, Pattern(clients=1))
+    assert server.scale == SCALE and summary.failed == 0 and summary.output_tokens == 12
+    assert [len(each.times) for each in server.runs[0][0].answers] == [5, 5]
+    assert Scripted.bodies[-1]["messages"][1]["content"] == "w4 w5 "
+
+
 def test_what_a_server_refuses_is_told(scripted):
     async def work():
         client = Client(scripted)
@@ -274,6 +286,21 @@ def test_the_command_saturates(scripted, tmp_path, capsys):
     assert command("--url", scripted, *words, "--json", str(out)) == 0  # nothing keeps that
     assert "0.00 requests/s" in capsys.readouterr().out
     assert json.loads(out.read_text())["rows"][0]["headrace"] == 0.0
+
+
+@pytest.mark.parametrize("words", [[], ["--saturate", "--ttft-slo", "0.0001", "--seconds", "0.02"]])
+def test_a_client_that_cannot_keep_up_says_so(scripted, monkeypatch, capsys, words):
+    sent = bench.run
+
+    async def late(*arguments):
+        found = await sent(*arguments)
+        found.late = 0.5
+        return found
+
+    monkeypatch.setattr(bench, "run", late)
+    pattern = ["--arrivals", "poisson", "--rate", "400", "--num-requests", "4", "--output-len", "1"]
+    assert command("--url", scripted, *pattern, *words) == 0
+    assert "0.50 s late" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -100,9 +100,9 @@ async def _serve(arguments: argparse.Namespace) -> int:
                 details.append({"server": server.name, "pattern": pattern.label, **summary.to_json()})
             made += bench.rows(model, workload, pattern, summaries, peer, arguments.runs, objective)
         charts = bench.charts(servers)
-        late = max(run.late for server in servers for run, _ in server.runs)
-        if late > 0.05:
-            tell(f"requests were sent up to {late:.2f} s late: this client is the limit")
+    late = max(run.late for server in servers for run, _ in server.runs)
+    if late > 0.05:
+        tell(f"requests were sent up to {late:.2f} s late: this client is the limit")
     if arguments.json:
         write_results(arguments.json, "serve", made, more={"details": details})
     if arguments.plot:

@@ -24,9 +24,9 @@ class Answer:
     """What came of one request; times are seconds since `started`."""
 
     started: float  # time.perf_counter()
-    times: list[float] = field(default_factory=list)  # of each piece of text
+    times: list[float] = field(default_factory=list)  # of each piece of text, reasoning included
     ended: float = 0.0
-    text: str = ""
+    text: str = ""  # without reasoning
     prompt_tokens: int | None = None
     output_tokens: int | None = None  # as the server counts; None: it does not say
     cached_tokens: int | None = None
@@ -102,7 +102,7 @@ class Client:
         except (OSError, EOFError, ValueError, LookupError, AttributeError) as error:
             answer.error = f"{type(error).__name__}: {error}"
         answer.ended = time.perf_counter() - answer.started
-        if not answer.error and not answer.times:
+        if not answer.error and not answer.times and not answer.output_tokens:  # a tag or a control token has no text
             answer.error = "no text came"
         return answer
 
@@ -141,10 +141,11 @@ class Client:
             answer.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
         found = False
         for choice in event.get("choices", ()):
-            text = (choice.get("delta") or {}).get("content") if self._chat else choice.get("text")
+            said = (choice.get("delta") or {}) if self._chat else choice
+            text = said.get("content" if self._chat else "text")
             if text:
                 texts.append(text)
-                found = True
+            found = bool(found or text or said.get("reasoning_content") or said.get("reasoning"))
         return found
 
     # -- HTTP

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from headrace.bench.serving.client import Answer, Client, ServerError
@@ -63,13 +63,8 @@ async def measure_scale(client: Client) -> TokensPerWord:
     return TokensPerWord(max(slope, 0.1), max(0.0, draws[0] - slope * _FEW))
 
 
-async def run(
-    client: Client,
-    conversations: Sequence[Conversation],
-    pattern: Pattern,
-    tell: Callable[[int], None] = lambda done: None,
-) -> Run:
-    """Every conversation, to its end or its first error. `tell` is called with the number of answers so far."""
+async def run(client: Client, conversations: Sequence[Conversation], pattern: Pattern) -> Run:
+    """Every conversation, to its end or its first error."""
     found = Run()
     began = time.perf_counter()
 
@@ -79,7 +74,6 @@ async def run(
             messages.append({"role": "user", "content": turn.text})
             answer = await client.ask(messages, turn.max_tokens)
             found.answers.append(answer)
-            tell(len(found.answers))
             if answer.error:
                 return
             messages.append({"role": "assistant", "content": answer.text})
