@@ -356,7 +356,7 @@ class Scheduler:
         self.verified = []
         block_size, followers, errors = self.kv.layout.block_size, self._followers, result.errors
         with_logprobs = bool(result.logprobs or result.prompt_logprobs)
-        make_output = tuple.__new__  # a third of the time that TokenOutput() takes
+        make_output = tuple.__new__  # TokenOutput() was measured to be slower
         spans = zip(
             self._in_flight.pop(plan.step_id), plan.lengths.tolist(), plan.num_drafts.tolist(), plan.yields.tolist(),
             result.tokens, strict=True,

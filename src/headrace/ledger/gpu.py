@@ -14,7 +14,7 @@ _REPEATS = 5
 
 
 def measure_gpu(name: str) -> MachineFacts:
-    """Read bandwidth of a sum over 1 GiB and the FLOP rate of a bfloat16 product; takes a tenth of a second."""
+    """Read bandwidth of a sum over 1 GiB and the FLOP rate of a bfloat16 product."""
     import torch
 
     values = torch.ones(_READ_BYTES // 4, dtype=torch.float32, device="cuda")

@@ -170,7 +170,7 @@ class _Row:
 
 
 class SuffixProposer:
-    """A `Proposer` (spec/base.py) that needs no network. A few microseconds a token, whatever the length of texts."""
+    """A `Proposer` (spec/base.py) that needs no network. Its time a token does not grow with the length of texts."""
 
     def __init__(self, num_tokens: int, shared_tokens: int = SHARED_TOKENS):
         """Drafts at most `num_tokens` at a time; keeps `shared_tokens` tokens of past outputs (0: none)."""
@@ -214,4 +214,4 @@ class SuffixProposer:
             others, hoped = row.in_shared.continuation(limit)
             if hoped > expected:
                 tokens = others
-        return tokens if limit > 0 else []
+        return tokens
