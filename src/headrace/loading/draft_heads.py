@@ -17,25 +17,41 @@ from headrace.loading.safetensors_file import SafetensorsFolder
 from headrace.models.spec import ModelSpec
 
 
-class HeadCheckpoint:
-    """An EAGLE head on disk (the `Checkpoint` protocol of layers/weights.py), its names without a leading "model."."""
+class _Renamed:
+    """Tensors on disk (the `Checkpoint` protocol of layers/weights.py), their names without a leading `prefix`."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, weights: SafetensorsFolder, prefix: str):
         self.path = path
         self.name = path.resolve().name
+        self.num_bytes = weights.num_bytes
+        self._weights = weights
+        self._stored = {name.removeprefix(prefix): name for name in weights.names()}
+
+    def names(self) -> Iterable[str]:
+        return self._stored.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._weights.shape(self._stored[name])
+
+    def read(self, name: str) -> np.ndarray:
+        return self._weights.read(self._stored[name])
+
+
+class HeadCheckpoint(_Renamed):
+    """An EAGLE head on disk, its names without a leading "model."."""
+
+    def __init__(self, path: Path):
         config = read_json(path / "config.json")
         inner = config.get("transformer_layer_config", config)  # as `speculators` nests it
         if not isinstance(inner, dict):
             raise CheckpointError(f"{path}: transformer_layer_config must be an object")
-        self._weights = SafetensorsFolder(path)
-        self._stored = {name.removeprefix("model."): name for name in self._weights.names()}
+        super().__init__(path, SafetensorsFolder(path), "model.")
         plain = {key: value for key, value in inner.items() if key not in ("architectures", "model_type", "auto_map")}
         spec = spec_from_config(
             {**plain, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}, where=str(path / "config.json")
         )
         biased = any(name.endswith("self_attn.q_proj.bias") for name in self._stored)
         self.spec: ModelSpec = replace(spec, num_layers=1, windows=(), qkv_bias=biased, output_bias=False)
-        self.num_bytes = self._weights.num_bytes
         self.is_eagle3 = any(name.endswith(".hidden_norm.weight") for name in self._stored)
         self.taps = _taps(config)
         self.draft_vocab = self.shape("lm_head.weight")[0] if "lm_head.weight" in self._stored else spec.vocab_size
@@ -47,28 +63,15 @@ class HeadCheckpoint:
         if "fc.weight" not in self._stored:
             raise CheckpointError(f"{path}: is no EAGLE head: it has no tensor fc.weight")
 
-    def names(self) -> Iterable[str]:
-        return self._stored.keys()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._weights.shape(self._stored[name])
-
-    def read(self, name: str) -> np.ndarray:
-        return self._weights.read(self._stored[name])
-
 
 MEDUSA_FILE = "medusa_lm_head.safetensors"
 
 
-class MedusaCheckpoint:
-    """Medusa heads on disk (the `Checkpoint` protocol of layers/weights.py), names without "medusa_head."."""
+class MedusaCheckpoint(_Renamed):
+    """Medusa heads on disk, names without "medusa_head."."""
 
     def __init__(self, path: Path):
-        self.path = path
-        self.name = path.resolve().name
-        self._weights = SafetensorsFolder(path, MEDUSA_FILE)
-        self._stored = {name.removeprefix("medusa_head."): name for name in self._weights.names()}
-        self.num_bytes = self._weights.num_bytes
+        super().__init__(path, SafetensorsFolder(path, MEDUSA_FILE), "medusa_head.")
         heads = {name.split(".")[0] for name in self._stored}
         blocks = {name.split(".")[1] for name in self._stored if name.endswith(".linear.weight")}
         self.num_heads, self.num_blocks = len(heads), len(blocks)
@@ -76,15 +79,6 @@ class MedusaCheckpoint:
         for key, found in (("medusa_num_heads", self.num_heads), ("medusa_num_layers", self.num_blocks)):
             if key in config and config[key] != found:
                 raise CheckpointError(f"{path}: config.json says {key} {config[key]!r}, the file has {found}")
-
-    def names(self) -> Iterable[str]:
-        return self._stored.keys()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._weights.shape(self._stored[name])
-
-    def read(self, name: str) -> np.ndarray:
-        return self._weights.read(self._stored[name])
 
 
 def is_medusa(path: Path) -> bool:

@@ -12,6 +12,8 @@ beyond it the head's.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import numpy as np
 
 from headrace.attention.base import LayerAttention
@@ -24,7 +26,7 @@ from headrace.models.blocks import CausalLM, DecoderLayer, Parts
 from headrace.ops.xp import Array
 
 
-class EagleHead:
+class EagleHead(ABC):
     """What EAGLE-1 and EAGLE-3 heads share, for the model `target` whose features they continue."""
 
     taps: tuple[int, ...] = ()  # layers of the model before which its residual stream is a feature; (): the last state
@@ -43,6 +45,7 @@ class EagleHead:
         self.after_attention = parts.norm(f"{prefix}.post_attention_layernorm")
         self.mlp = parts.gated_mlp(f"{prefix}.mlp")
         self.fc: Linear
+        self._head_bytes: int
         source.ignore("model.rotary_emb.inv_freq")
 
     @property
@@ -54,19 +57,17 @@ class EagleHead:
         """Bytes that a pass reads."""
         return self.fc.weight_bytes + self.attention.weight_bytes + self.mlp.weight_bytes + self._head_bytes
 
-    _head_bytes: int
-
+    @abstractmethod
     def fuse(self, features: Array) -> Array:
         """The model's features [T, F] as the head's [T, H]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def forward(self, token_ids: Array, features: Array, positions: Array, attend: Attend) -> tuple[Array, Array]:
         """(features [T, H] that follow, hidden states [T, H] for `logits`) of entries [T]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def logits(self, hidden: Array) -> Array:
         """Scores of the model's tokens, float32 [L, V], of hidden states [L, H]; -inf for those it never drafts."""
-        raise NotImplementedError
 
 
 class Eagle1Head(EagleHead):
@@ -117,9 +118,8 @@ class Eagle3Head(EagleHead):
         self.input_norm = parts.norm(f"{prefix}.input_layernorm")
         self.hidden_norm = parts.norm(f"{prefix}.hidden_norm")
         self.norm = parts.norm("norm")
-        method = parts.scheme.linear("lm_head")
         small = Embedding.__new__(Embedding)  # the shape and the method that an untied head takes over
-        small.method, small.shape = method, (draft_vocab, spec.hidden_size)
+        small.method, small.shape = parts.scheme.linear("lm_head"), (draft_vocab, spec.hidden_size)
         self.head = LMHead(source, "lm_head.weight", small, tied=False)
         self._head_bytes = int(self.head.weight.nbytes)
         self.ids: np.ndarray | None = None  # of the model's tokens, int64 [draft_vocab]; None: the same
