@@ -44,10 +44,8 @@ class SamplingTable:
         self.prompt_logprobs = np.full(max_rows, -1, np.int32)  # the same of each prompt token
         self.max_drafts = np.zeros(max_rows, np.int32)  # most tokens that may be drafted at a time
         self.draft_start = np.zeros(max_rows, np.int32)  # position of a row's first draft
-        self.draft_probs: list[Array | None] = [
-            None
-        ] * max_rows  # float32 [K, V] that its drafts were drawn from, where
-        # they were drawn and residual verification wants to know
+        # float32 [K, V] that a row's drafts were drawn from, where they were drawn and residual verification wants it
+        self.draft_probs: list[Array | None] = [None] * max_rows
         self.candidates = np.zeros(max_rows, np.int32)  # best next tokens that a beam search asks for
 
     def set(self, admit: Admit) -> None:
