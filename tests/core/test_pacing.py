@@ -140,7 +140,7 @@ def test_nobody_starves_and_tokens_do_not_change(base, each, itl, ttft, depth, n
     if num_blocks == 512:  # or memory decides
         for plan in runner.plans:
             prompts = [length for length, yields in zip(plan.lengths, plan.yields, strict=True) if not yields]
-            assert not prompts or plan.num_tokens >= FLOOR
+            assert not prompts or plan.num_tokens >= FLOOR // 2
 
 
 def test_batch_work_goes_after_those_that_somebody_waits_for():

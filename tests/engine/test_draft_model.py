@@ -116,7 +116,7 @@ def test_its_own_pool_runs_short_and_requests_go_on(models):
         assert everything(drafting.generate(PROMPTS, SAMPLED)) == everything(plain.generate(PROMPTS, SAMPLED))
         pool.release(taken)
         check(drafting)
-        assert drafting.engine._worker.proposer.dropped() == ()
+        assert not drafting.engine.ledger.totals.proposers_dropped
 
 
 def test_random_arrivals_and_aborts_leave_nothing_behind(models):
