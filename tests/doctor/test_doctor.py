@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from headrace.cli.main import main
+from headrace.device.cgroup import CgroupLimits
 from headrace.device.cuda import GpuFacts
 from headrace.doctor import gpu, processor
 from headrace.ledger.machine import MachineFacts
@@ -23,6 +24,14 @@ def test_features_are_read_from_cpuinfo() -> None:
     assert processor.features(x86) == {"fpu", "avx2", "fma"}
     assert processor.features("Features : asimd bf16\n") == {"asimd", "bf16"}
     assert processor.features("") == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("quota", "said"), [(None, "none"), (1.5, "1.5 processors' worth"), (64.0, "64 processors' worth")]
+)
+def test_a_quota_is_told_as_it_is(monkeypatch: pytest.MonkeyPatch, quota: float | None, said: str) -> None:
+    monkeypatch.setattr(processor, "cgroup_limits", lambda: CgroupLimits(quota, ()))
+    assert dict(processor.processor().findings)["cgroup quota"] == said
 
 
 @pytest.mark.skipif(not available(), reason="no native kernels")

@@ -6,7 +6,8 @@ import os
 import platform
 from pathlib import Path
 
-from headrace.device.cpu import cpu_facts, num_threads
+from headrace.device.cgroup import cgroup_limits
+from headrace.device.cpu import cpu_facts
 from headrace.doctor.section import Section
 from headrace.ledger.machine import cpu_name
 from headrace.ops.native.library import (
@@ -52,8 +53,8 @@ def processor() -> Section:
     section.add("features", " ".join(name for name in SHOWN if name in found) or "unknown")
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
     section.add("processors", f"{os.cpu_count()} in the machine, {affinity or 'unknown'} by this process's affinity")
-    quota = "none" if num_threads() == (affinity or num_threads()) else f"{num_threads()} processors' worth"
-    section.add("cgroup quota", quota)
+    quota = cgroup_limits().processors
+    section.add("cgroup quota", "none" if quota is None else f"{quota:g} processors' worth")
     section.add("threads", f"{facts.num_threads} (--num-threads may lower it)")
     section.add("memory", f"{facts.available_memory / 1e9:.1f} of {facts.total_memory / 1e9:.1f} GB free to use")
     return section
