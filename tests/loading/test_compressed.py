@@ -125,6 +125,10 @@ def test_an_engine_answers_as_from_the_floats(tmp_path: Path, strategy: str) -> 
         ({"quantization_status": "frozen"}, "its status is 'frozen'"),
         ({"kv_cache_scheme": {"num_bits": 8}}, "give kv_dtype instead"),
         ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "its weights are sparse"),
+        (
+            {"sparsity_config": "none", "config_groups": {"group_0": {"weights": [8]}}},
+            "group_0 has weights of None bits",
+        ),
         ({"transform_config": {"config_groups": {}}, "config_groups": {}}, "are rotated .*; it has no config_groups"),
         (scheme("pack-quantized", num_bits=4), "group_0 has weights of 4 bits"),
         (scheme("int-quantized", symmetric=False), "only symmetric weights are read"),
@@ -155,6 +159,10 @@ def test_damaged_files(tmp_path: Path) -> None:
         opened(_shape=np.array([64, 512])).shape(name)
     with pytest.raises(CheckpointError, match=r"weight_scale \[63, 1\] does not fit \[64, 96\]"):
         opened(_scale=np.ones((63, 1), np.float16)).read(name)
+    with pytest.raises(CheckpointError, match=r"weight_scale \[64, 0\] does not fit \[64, 96\]"):
+        opened(_scale=np.ones((64, 0), np.float16)).read(name)
+    with pytest.raises(CheckpointError, match=r"down_proj.weight is quantised and \[1536\], which is no matrix"):
+        opened(_packed=good[f"{name}_packed"].ravel()).shape(name)
     with pytest.raises(CheckpointError, match="zero points and orders of groups are not supported"):
         opened(_g_idx=np.zeros(96, np.int32))
     with pytest.raises(CheckpointError, match=r"lm_head.weight is int8 and has no lm_head.weight_scale"):

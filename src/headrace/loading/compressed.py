@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 METHOD = "compressed-tensors"
 FORMATS = ("int-quantized", "naive-quantized", "pack-quantized")
 _BLOCK = 32
-_KINDS = {".weight_scale": "scale", ".weight_packed": "packed", ".weight_shape": "shape"}
+_PARTS = (".weight_scale", ".weight_packed", ".weight_shape")  # of a matrix
 # of activations, which stay as they are
 _UNUSED = (".input_scale", ".input_zero_point", ".output_scale", ".output_zero_point", ".input_global_scale")
 
@@ -42,7 +42,7 @@ def check_scheme(config: dict[str, Any], where: Path) -> None:
         reasons.append(f"its status is {config['quantization_status']!r}, not 'compressed'")
     if config.get("kv_cache_scheme"):
         reasons.append("it has a scheme for the KV cache (give kv_dtype instead)")
-    if (config.get("sparsity_config") or {}).get("format", "dense") != "dense":
+    if _record(config.get("sparsity_config")).get("format", "dense") != "dense":
         reasons.append("its weights are sparse")
     if config.get("transform_config"):
         reasons.append("its weights are rotated (transform_config)")
@@ -51,8 +51,8 @@ def check_scheme(config: dict[str, Any], where: Path) -> None:
         reasons.append("it has no config_groups")
         groups = {}
     for name, group in groups.items():
-        weights = (group.get("weights") if isinstance(group, dict) else None) or {}
-        format = (group.get("format") if isinstance(group, dict) else None) or config.get("format")
+        weights = _record(_record(group).get("weights"))
+        format = _record(group).get("format") or config.get("format")
         if format not in FORMATS:
             reasons.append(f"{name} has format {format!r}, not one of {', '.join(FORMATS)}")
         elif (weights.get("type"), weights.get("num_bits")) != ("int", 8):
@@ -66,6 +66,11 @@ def check_scheme(config: dict[str, Any], where: Path) -> None:
         )
 
 
+def _record(value: Any) -> dict[str, Any]:
+    """What should be a record, empty where it is none."""
+    return value if isinstance(value, dict) else {}
+
+
 class CompressedWeights:
     """The int8 matrices among a folder's tensors. Names are the file's, matrices under X.weight."""
 
@@ -75,7 +80,7 @@ class CompressedWeights:
         self.hidden: set[str] = {name for name in names if name.endswith(_UNUSED)}  # no tensors of the model
         self.matrices: set[str] = set()
         for name in names:
-            for suffix in _KINDS:
+            for suffix in _PARTS:
                 if name.endswith(suffix):
                     self.hidden.add(name)
                     self.matrices.add(f"{name.removesuffix(suffix)}.weight")
@@ -93,10 +98,13 @@ class CompressedWeights:
     def shape(self, name: str) -> tuple[int, ...]:
         """[N, K] of a matrix."""
         packed = f"{name}_packed"
+        stored = self._weights.shape(packed if packed in self.hidden else name)
+        if len(stored) != 2:
+            raise CheckpointError(f"{self._weights.folder}: {name} is quantised and {list(stored)}, which is no matrix")
         if packed not in self.hidden:
-            return self._weights.shape(name)
+            return stored
         shape = tuple(int(size) for size in self._weights.raw(f"{name}_shape").ravel())
-        rows, words = self._weights.shape(packed)
+        rows, words = stored
         if len(shape) != 2 or shape[0] != rows or -(-shape[1] // 4) != words or self._weights.dtype(packed) != "I32":
             raise CheckpointError(f"{self._weights.folder}: {name}_shape {list(shape)} does not fit {packed}")
         return shape
@@ -142,7 +150,7 @@ class CompressedWeights:
         if scale.size == 1:
             return np.full((rows, 1), scale.ravel()[0], np.float32)
         groups = scale.size // rows if rows else 1
-        if scale.size != rows * groups or scale.shape[0] != rows or inputs % groups:
+        if not groups or scale.size != rows * groups or scale.shape[0] != rows or inputs % groups:
             raise CheckpointError(
                 f"{self._weights.folder}: {name}_scale {list(scale.shape)} does not fit {[rows, inputs]}"
             )
