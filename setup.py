@@ -32,7 +32,7 @@ PATHS = {  # flags of the files that are compiled for more than the baseline, on
     "path_avx512": [
         "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-mfma", "-mf16c",
         "-mprefer-vector-width=512",
-        "-fno-schedule-insns2",  # GCC 12 would undo the order in which planes.h has its products: 4 % slower
+        "-fno-schedule-insns2",  # GCC 12 would undo the order in which planes.h has its products: slower
     ],
 }  # fmt: skip
 

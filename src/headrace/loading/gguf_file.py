@@ -3,7 +3,7 @@
 Layout (versions 2 and 3, little-endian): magic, version, tensor_count, kv_count; the key/value pairs; the tensor infos
 (name, dimensions, type, offset); padding; the tensors' data. Every count, length, dimension and offset is compared
 with the file's size before anything is allocated or looped over. Arrays of the metadata are only skipped over at
-first and decoded when asked for: a vocabulary of 50,000 strings costs a few milliseconds.
+first and decoded when asked for, since a vocabulary is tens of thousands of strings.
 
 Source: the GGUF specification (ggml-org/ggml, docs/gguf.md).
 """
@@ -135,7 +135,7 @@ class GGUFFile:
         return np.require(values.reshape(info.shape), requirements=["C", "A"])
 
     def _dequantize(self, info: TensorInfo, raw: np.ndarray) -> np.ndarray:
-        from gguf.constants import GGMLQuantizationType  # 50 ms, and not needed to look at a file
+        from gguf.constants import GGMLQuantizationType  # slow to import, and not needed to look at a file
         from gguf.quants import dequantize
 
         try:

@@ -136,7 +136,7 @@ def _has_size(path: Path, source: BuiltIn) -> bool:
 
 
 def _sound(path: Path, source: BuiltIn) -> bool:
-    """The file is there, whole and as published: 0.3 s for 100 MB."""
+    """The file is there, whole and as published; all of it is read."""
     if not _has_size(path, source):
         return False
     try:

@@ -12,8 +12,8 @@ from headrace.ops.registry import op
 from headrace.ops.xp import Array, namespace
 
 TILE = 16
-# A panel of the weight this large stays in the cache while all tiles pass over it: the output head of a small model
-# (49,152 x 576) takes 10.8 ms in panels and 13 ms in one piece. Panels depend on the weight's shape alone.
+# A panel of the weight this large stays in the cache while all tiles pass over it: measured to be faster than the whole
+# of a small model's output head. Panels depend on the weight's shape alone.
 PANEL_ELEMENTS = 1 << 20
 
 
