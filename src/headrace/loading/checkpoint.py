@@ -48,7 +48,6 @@ MXFP4_REMEDY = (
     "with quantization_config=Mxfp4Config(dequantize=True) and save_pretrained"
 )
 HEAD = "lm_head.weight"
-EMBEDDING = "model.embed_tokens.weight"
 
 
 class LoadedCheckpoint:

@@ -15,7 +15,6 @@ import numpy as np
 from headrace.ops.native.packed import StoredTensor
 
 GROUP = 32
-QUANTIZE = ("none", "q8", "q4")
 _ROWS = 1 << 20  # numbers quantised at a time: temporary memory stays small
 
 

@@ -124,7 +124,7 @@ struct Kernels {
   void (*attention)(const AttentionJob& job, const AttentionItem& item, float* scratch);
   size_t (*attention_scratch)(const AttentionJob& job);  // floats
   size_t (*attention_partial)(const AttentionJob& job, int count);  // floats, for `count` queries of a head
-  // Merges the partial results of chunks first_chunk .. first_chunk + num_chunks - 1, one behind the other.
+  // Merges `num_chunks` partial results of consecutive chunks, which lie one behind the other from item.partial on.
   void (*attention_merge)(const AttentionJob& job, const AttentionItem& item, int num_chunks, float* scratch);
 };
 
