@@ -1,9 +1,11 @@
 """The engine on a GPU's code against the engine on the CPU, float32 on both: the same tokens, whatever the options."""
 
 import pytest
+import torch
 
 from headrace import LLM, SamplingParams
 from headrace.config import ConfigError
+from headrace.worker.graphs import GraphKey
 from tiny import write_tiny_llama
 
 PROMPTS = [[5, 6, 7, 8, 9], [1, 2, 3], list(range(10, 60)), [9, 8, 7, 6, 5, 4, 3, 2, 1] * 3, [3]]
@@ -81,3 +83,20 @@ def test_what_gpus_cannot_do_yet_is_said(model, gpu_engine):
         LLM(str(model), device="cuda", mode="exact", dtype="bfloat16")
     with pytest.raises(ConfigError, match="dtype float16 is for GPUs"):
         LLM(str(model), device="cpu", dtype="float16")
+
+
+@pytest.mark.parametrize("key", [GraphKey(4, 4, True, True), GraphKey(4, 32, True, False)], ids=["decode", "mixed"])
+def test_a_step_of_padding_only_leaves_everything_as_it_was(model, gpu_engine, key):
+    """What a graph is captured from must not touch a running request."""
+    with LLM(str(model), device="cuda", mode="exact", kv_cache="1MiB", **SMALL) as llm:
+        llm.generate(PROMPTS[:3], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+        runner = llm.engine._worker._runner
+        kept = [runner._table.view.words, *(page for pair in runner._cache._pages for page in pair)]
+        kept = [each.view(torch.int32) for each in kept]  # pages nobody has written may hold anything, NaN too
+        before = [each.clone() for each in kept]
+        with torch.inference_mode():
+            runner._builder.idle(key)
+            runner._padded(key)
+        assert all(torch.equal(new, old) for new, old in zip(kept, before, strict=True))
+        tiles = runner._builder.padded_batch(key).tiles
+        assert tiles is None or bool((tiles[0] == -1).all()), "attention would read blocks before a table's first"

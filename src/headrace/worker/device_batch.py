@@ -123,9 +123,15 @@ class DeviceBatchBuilder:
 
     def idle(self, key: GraphKey) -> None:
         """Make every following run under `key` a step of padding only, until `send`."""
-        words = np.zeros(self._inbox.shape[0], np.int32)
+        words = self._blank()
         self._pad(words, key, 0, 0)
         self._upload(words)
+
+    def _blank(self) -> np.ndarray:
+        """The content of a step without spans, nor tiles: attention would take 0 for a tile of span 0."""
+        words = np.zeros(self._inbox.shape[0], np.int32)
+        words[self._slices["tile_span"]] = -1
+        return words
 
     def _pad(self, words: np.ndarray, key: GraphKey, count: int, num_tokens: int) -> None:
         """Spans of padding behind `count` spans of `num_tokens` tokens, which write nowhere."""
@@ -148,8 +154,7 @@ class DeviceBatchBuilder:
         """Bring a step to the GPU, to run padded to `key`, or as it is."""
         count, lengths, rows = plan.num_spans, plan.lengths, plan.rows
         drawn = plan.yields & ~self._table.hosted[rows]
-        words = np.zeros(self._inbox.shape[0], np.int32)
-        words[self._slices["tile_span"]] = -1
+        words = self._blank()
         parts = {name: words[where] for name, where in self._slices.items()}
         starts = parts["query_start"]
         parts["rows"][:count] = rows
