@@ -25,6 +25,10 @@ def gpu(measure: bool = True) -> Section:
     section.add("memory", f"{facts.free_memory / 1e9:.1f} of {facts.total_memory / 1e9:.1f} GB free")
     section.add("processors", facts.num_processors)
     section.add("software", ", ".join(f"{name} {_version(name)}" for name in ("torch", "triton")))
+    from headrace.ops.triton.runtime import KNOWN_INSIDE
+
+    own = "quick, as this Triton's inside is known" if KNOWN_INSIDE else "Triton's own, which cost the host more"
+    section.add("calls", own)
     early = facts.capability >= (9, 0)
     section.add("launches", "kernels start while the one before ends" if early else "kernels start one after the other")
     section.add(

@@ -134,13 +134,12 @@ def choose_tile(tokens: int, rows: int, inner: int, can_split: bool) -> Tile:
         return Tile(64, _inner_step(inner, 64), 2 if can_split and inner >= 128 else 1, 1)
     if can_split and (tokens, rows, inner) in _MEASURED:
         return _MEASURED[tokens, rows, inner]
-    wanted = 1.36 * num_processors() if tokens <= 16 else 0.68 * num_processors()  # programs
-    split = 1
-    if can_split:
-        while split < 4 and triton.cdiv(rows, 64) * split < wanted and inner // (2 * split) >= 384:
-            split *= 2
     if not can_split:
         return replace(_tile(inner, 1), stages=3)
+    wanted = 1.36 * num_processors() if tokens <= 16 else 0.68 * num_processors()  # programs
+    split = 1
+    while split < 4 and triton.cdiv(rows, 64) * split < wanted and inner // (2 * split) >= 384:
+        split *= 2
     # with one stage less a program of the next product finds room beside those of this one and is there when they end
     return replace(_tile(inner, split), stages=4) if tokens <= 16 else _tile(inner, split)
 

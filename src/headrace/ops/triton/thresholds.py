@@ -35,6 +35,14 @@ def _digit(partial, states, wanted, line, num_lines, num_chunks, step, CHUNKS: t
     return prefix + (digit << (28 - 4 * step))
 
 
+@triton.jit
+def _asked(temperature, limit, vocab, KIND: tl.constexpr):
+    """Whether a row asks for this kind of threshold."""
+    if KIND == 0:
+        return (temperature > 0.0) & (limit > 0) & (limit < vocab)
+    return (temperature > 0.0) & (limit.to(tl.float32, bitcast=True) < 1.0)
+
+
 @partial(Kernel, do_not_specialize=("step",))
 def _count(
     logits, bounds, cuts, partial, states, wanted, vocab, num_lines, num_chunks, step, table, rows, spans,
@@ -48,13 +56,7 @@ def _count(
     record = table + tl.load(rows + tl.load(spans + line)).to(tl.int64) * RECORD
     temperature = tl.load(record + TEMPERATURE).to(tl.float32, bitcast=True)
     limit = tl.load(record + LIMIT)
-    active = temperature > 0.0
-    if KIND == 0:
-        active = active & (limit > 0) & (limit < vocab)
-    else:
-        share = limit.to(tl.float32, bitcast=True)
-        active = active & (share < 1.0)
-    if active:
+    if _asked(temperature, limit, vocab, KIND):
         prefix = 0
         if step > 0:
             prefix = _digit(partial, states, wanted, line, num_lines, num_chunks, step - 1, CHUNKS)
@@ -115,14 +117,8 @@ def _settle(
     record = table + tl.load(rows + tl.load(spans + line)).to(tl.int64) * RECORD
     temperature = tl.load(record + TEMPERATURE).to(tl.float32, bitcast=True)
     limit = tl.load(record + LIMIT)
-    active = temperature > 0.0
-    if KIND == 0:
-        active = active & (limit > 0) & (limit < vocab)
-    else:
-        share = limit.to(tl.float32, bitcast=True)
-        active = active & (share < 1.0)
     cut = tl.load(cuts + line)
-    if active:
+    if _asked(temperature, limit, vocab, KIND):
         prefix = _digit(partial, states, wanted, line, num_lines, num_chunks, 7, CHUNKS)
         cut = -tl.cast(prefix, tl.float32, bitcast=True)
     if KIND == 1:
