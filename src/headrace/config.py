@@ -138,9 +138,8 @@ class EngineArgs:
             if value is not None and not self.ledger:
                 raise ConfigError(f"{name} needs the cost model that the ledger teaches; leave out ledger=False")
         if self.kv_cache is not None:
-            parse_bytes(
-                self.kv_cache, _MOST_BYTES, "kv_cache"
-            )  # what is wrong with it is said before a model is loaded
+            # what is wrong with it is said before a model is loaded
+            parse_bytes(self.kv_cache, _MOST_BYTES, "kv_cache")
         parse_bytes(self.gpu_memory, _MOST_BYTES, "gpu_memory")
         if self.num_draft_tokens is not None and self.speculate == "off":
             raise ConfigError("num_draft_tokens needs a way to draft; give speculate=auto too")
