@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.cli import bench_serve
@@ -65,6 +66,17 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
         action="append",
         metavar="N",
         help="N requests queued at once; may be repeated (32, unless others are given)",
+    )
+    compare_parser.add_argument("--vs", choices=("vllm", "nobody"), help="the GPU table beside this engine")
+    compare_parser.add_argument(
+        "--case", action="append", default=[], metavar="NAME", help="with --vs: only this row; may be repeated"
+    )
+    compare_parser.add_argument(
+        "--peer-gpu", type=int, metavar="N", help="with --vs: the peer runs at the same time, on GPU N"
+    )
+    compare_parser.add_argument("--cold", action="store_true", help="with --vs: both sides start with empty caches")
+    compare_parser.add_argument(
+        "--logs", metavar="FOLDER", default="bench-logs", help="with --vs: what both sides said (default bench-logs)"
     )
     compare_parser.set_defaults(command=compare)
     for each, prompt_len in ((latency_parser, 32), (throughput_parser, 128), (compare_parser, 32)):
@@ -137,8 +149,32 @@ def throughput(arguments: argparse.Namespace) -> int:
         return _report(arguments, llm, "throughput", rows)
 
 
+def _compare_on_gpu(arguments: argparse.Namespace) -> int:
+    from headrace.bench.gpu import Setup, compare_on_gpu, write_table
+
+    pythons = arguments.peer_python or [sys.executable]
+    setup = Setup(
+        engine_args(arguments).model or "llama-3.1-8b",
+        None if arguments.vs == "nobody" else arguments.vs,
+        pythons[0],
+        arguments.peer_gpu,
+        arguments.runs,
+        arguments.case,
+        arguments.offline[0] if arguments.offline else None,
+        arguments.cold,
+    )
+    rows = compare_on_gpu(setup, Path(arguments.logs), tell=lambda text: print(f"[{text}]", file=sys.stderr))
+    for row in rows:
+        print(row.line())
+    if arguments.json:
+        write_table(Path(arguments.json), rows)
+    return 0
+
+
 def compare(arguments: argparse.Namespace) -> int:
     _check(arguments)
+    if arguments.vs:
+        return _compare_on_gpu(arguments)
     given = (arguments.decode_batch, arguments.ttft, arguments.offline)
     decodes, ttfts, offlines = given if any(given) else ([1, 8], [512], [32])
     for name, values in (("decode-batch", decodes), ("ttft", ttfts), ("offline", offlines)):
