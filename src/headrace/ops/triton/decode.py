@@ -21,6 +21,10 @@ from headrace.ops.triton.runtime import INTERPRETED, kernel, launch_options, num
 
 STEP = 64 if INTERPRETED else 128  # keys that a program takes at a time
 LEAST = 64 if INTERPRETED else 256  # keys of an item: cutting finer costs more in adding up than it saves
+# programs for each processor that a step's contexts are cut into: half as many where items then have up to MOST keys,
+# since what is cut has to be added up again
+WAVES = 4
+MOST = 4096
 
 # words of an item's record: its span's row, token and number of keys; the item's first key and one past its last; the
 # first item of the span and how many those are
@@ -30,7 +34,7 @@ ITEM = 8
 @kernel
 def _plan_items(
     seq_lens, query_start, rows, num_rows, target, least, window, items, counts,
-    WIDTH: tl.constexpr, STEP: tl.constexpr, ITEM: tl.constexpr, PDL: tl.constexpr,
+    WIDTH: tl.constexpr, STEP: tl.constexpr, ITEM: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     span = tl.arange(0, WIDTH)
     if PDL:
@@ -45,7 +49,10 @@ def _plan_items(
         begin = tl.maximum(length - window, 0) // STEP * STEP
     seen = tl.where(mask, length - begin, 0)
     total = tl.sum(seen, axis=0)
-    chunk = tl.maximum(tl.cdiv(tl.cdiv(total, target), STEP) * STEP, least)
+    chunk = tl.cdiv(total, target // 2)
+    if chunk > MOST:
+        chunk = tl.cdiv(total, target)
+    chunk = tl.maximum(tl.cdiv(chunk, STEP) * STEP, least)
     number = tl.cdiv(seen, chunk)
     after = tl.cumsum(number, axis=0)
     before = after - number
@@ -88,8 +95,8 @@ def _decode(
     part_out, part_norm, arrived, sinks, part_stride, token_stride, table_stride, eps, scale, cap, window,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
     HALF: tl.constexpr, PARTS: tl.constexpr, NORM: tl.constexpr, FUSED: tl.constexpr, TILE: tl.constexpr,
-    STEP: tl.constexpr, ITEM: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
-    PDL: tl.constexpr,
+    STEP: tl.constexpr, ITEM: tl.constexpr, MATES: tl.constexpr, MERGE: tl.constexpr, CAP: tl.constexpr,
+    WINDOW: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     item, head = tl.program_id(0), tl.program_id(1)
     shared: tl.constexpr = HEADS // KV_HEADS
@@ -177,11 +184,9 @@ def _decode(
                 sums = sums * fade[:, None] + weight[:, None] * new_value.to(tl.float32)
                 best = higher
         target = out + token * (HEADS * DIM) + q_head[:, None] * DIM + index
-        if SINKS:
-            sink = tl.load(sinks + q_head, mask=known, other=0.0) * 1.4426950408889634
         if num_items == 1:
             if SINKS:
-                norm += tl.exp2(sink - best)
+                norm += tl.exp2(tl.load(sinks + q_head, mask=known, other=0.0) * 1.4426950408889634 - best)
             result = sums / tl.where(norm == 0.0, 1.0, norm)[:, None]
             tl.store(target, result.to(out.dtype.element_ty), mask=inside)
         else:
@@ -194,41 +199,42 @@ def _decode(
             tl.debug_barrier()
             if order == num_items - 1:
                 tl.store(arrived + first_item * KV_HEADS + head, 0)
-                base = (first_item.to(tl.int64) * KV_HEADS + head) * TILE + lane
-                stride = KV_HEADS * TILE
-                best = tl.full((TILE,), float("-inf"), tl.float32)
-                for one in tl.range(0, num_items, 4):
-                    for near in tl.static_range(4):
-                        mask = known & (one + near < num_items)
-                        there = base + (one + near) * stride
-                        best = tl.maximum(
-                            best, tl.load(part_norm + there * 2, mask=mask, other=float("-inf"), cache_modifier=".cg")
-                        )
-                safe = tl.where(best == float("-inf"), 0.0, best)
-                norm = tl.zeros((TILE,), tl.float32)
-                sums = tl.zeros((TILE, WIDTH), tl.float32)
-                for one in tl.range(0, num_items, 4):
-                    for near in tl.static_range(4):
-                        mask = known & (one + near < num_items)
-                        there = base + (one + near) * stride
-                        part_best = tl.load(part_norm + there * 2, mask=mask, other=float("-inf"), cache_modifier=".cg")
-                        part_sum = tl.load(part_norm + there * 2 + 1, mask=mask, other=0.0, cache_modifier=".cg")
-                        part = tl.load(
-                            part_out + there[:, None] * WIDTH + index, mask=mask[:, None], other=0.0,
-                            cache_modifier=".cg",
-                        )  # fmt: skip
-                        fade = tl.exp2(part_best - safe)
-                        norm += fade * part_sum
-                        sums += fade[:, None] * part
+                # parts of MERGE items at a time, the heads that are there only: [MERGE * MATES, WIDTH]
+                merged = tl.arange(0, MERGE * MATES)
+                which, mate = merged // MATES, merged % MATES
+                base = (first_item.to(tl.int64) * KV_HEADS + head) * TILE + mate
+                few = tl.arange(0, MATES)
+                top = tl.full((MATES,), float("-inf"), tl.float32)
+                for one in tl.range(0, num_items, MERGE):
+                    part = base + (one + which) * (KV_HEADS * TILE)
+                    there = (mate < shared) & (one + which < num_items)
+                    part_best = tl.load(part_norm + part * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
+                    top = tl.maximum(top, tl.max(tl.reshape(part_best, (MERGE, MATES)), axis=0))
+                top = tl.where(top == float("-inf"), 0.0, top)
+                whole = tl.zeros((MATES,), tl.float32)
+                result = tl.zeros((MATES, WIDTH), tl.float32)
+                for one in tl.range(0, num_items, MERGE):
+                    part = base + (one + which) * (KV_HEADS * TILE)
+                    there = (mate < shared) & (one + which < num_items)
+                    part_best = tl.load(part_norm + part * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
+                    part_sum = tl.load(part_norm + part * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
+                    values_of = tl.load(
+                        part_out + part[:, None] * WIDTH + index, mask=there[:, None], other=0.0, cache_modifier=".cg"
+                    )
+                    shrink = tl.exp2(tl.reshape(part_best, (MERGE, MATES)) - top[None, :])
+                    whole += tl.sum(shrink * tl.reshape(part_sum, (MERGE, MATES)), axis=0)
+                    result += tl.sum(shrink[:, :, None] * tl.reshape(values_of, (MERGE, MATES, WIDTH)), axis=0)
+                real_head = few < shared
                 if SINKS:
-                    norm += tl.exp2(sink - safe)
-                result = sums / tl.where(norm == 0.0, 1.0, norm)[:, None]
-                tl.store(target, result.to(out.dtype.element_ty), mask=inside)
+                    whole += tl.exp2(tl.load(sinks + head * shared + few, mask=real_head, other=0.0) * 1.4426950408889634 - top)
+                result = result / tl.where(whole == 0.0, 1.0, whole)[:, None]
+                place_of = out + token * (HEADS * DIM) + (head * shared + few)[:, None] * DIM + index
+                tl.store(place_of, result.to(out.dtype.element_ty), mask=real_head[:, None] & (index < DIM))
 
 
 def target_items(shape: HeadShape) -> int:
-    """Items that a step is cut into, beside one a row: so many that every processor has a few programs."""
-    return 8 if INTERPRETED else max(1, 4 * num_processors() // shape.num_kv_heads)
+    """Items that a step is cut into at most, beside one a row: so many that every processor has a few programs."""
+    return 8 if INTERPRETED else max(1, WAVES * num_processors() // shape.num_kv_heads)
 
 
 @dataclass(frozen=True)
@@ -263,7 +269,7 @@ def plan_items(paged: PagedRows, shape: HeadShape, window: int, space: DecodeSpa
     _plan_items[(1,)](
         paged.seq_lens, paged.query_start, paged.rows, paged.num_rows, target_items(shape), LEAST, window,
         space.items, space.counts,
-        WIDTH=power_of_two(paged.rows.shape[0], 16), STEP=STEP, ITEM=ITEM, **launch_options(num_warps=4),
+        WIDTH=power_of_two(paged.rows.shape[0], 16), STEP=STEP, ITEM=ITEM, MOST=MOST, **launch_options(num_warps=4),
     )  # fmt: skip
 
 
@@ -275,6 +281,19 @@ class Projected:
     cos: torch.Tensor  # float32 [T, R/2]
     sin: torch.Tensor  # float32 [T, R/2]
     norms: HeadNorms | None = None
+
+
+MERGED = 8192  # elements that are added up at a time
+
+
+def decode_tile(rows: int, head_dim: int, key_bytes: int) -> tuple[int, int, int]:
+    """(keys at a time, warps, pipeline stages) of a program of `_decode`.
+
+    Few rows: one program a processor, that keeps much in flight; many: several, of which one begins while others read.
+    """
+    deep = head_dim == 128 and rows <= 64
+    step = STEP if key_bytes <= (256 if rows <= 64 else 128) else STEP // 2
+    return step, 8 if deep else 4, 3 if deep else 2
 
 
 FUSED_ROWS = 64  # up to so many rows a launch less is worth more than the work that programs of one head repeat
@@ -300,9 +319,8 @@ def decode_attention(
     count = paged.rows.shape[0]
     parts = qkv.shape[0] if qkv.ndim == 3 else 1
     width = power_of_two(shape.head_dim, 16)
-    # few rows: one program a processor, that keeps much in flight; many: several, of which one begins while others read
-    deep = shape.head_dim == 128 and count <= 64
-    step = STEP if width * key_pages.element_size() <= (256 if count <= 64 else 128) else STEP // 2
+    mates = power_of_two(shape.num_heads // shape.num_kv_heads)
+    step, warps, stages = decode_tile(count, shape.head_dim, width * key_pages.element_size())
     _decode[(count + target_items(shape), shape.num_kv_heads)](
         qkv, cos, projected.sin, cos if norms is None else norms.q, cos if norms is None else norms.k,
         key_pages, value_pages, out, paged.block_tables, space.items, space.counts, space.outputs, space.norms,
@@ -311,7 +329,7 @@ def decode_attention(
         0.0 if norms is None else norms.eps, scores.scale, scores.soft_cap or 1.0, scores.window,
         HEADS=shape.num_heads, KV_HEADS=shape.num_kv_heads, DIM=shape.head_dim, WIDTH=width,
         PAGE=key_pages.shape[2], HALF=cos.shape[1] if fused else 0, PARTS=parts, NORM=norms is not None, FUSED=fused,
-        TILE=_tile(shape), STEP=step,
-        ITEM=ITEM, CAP=scores.soft_cap is not None, WINDOW=scores.window > 0, SINKS=scores.sinks is not None,
-        **launch_options(8 if deep else 4, num_stages(3 if deep else 2, step, width, key_pages)),
+        TILE=_tile(shape), STEP=step, ITEM=ITEM, MATES=mates, MERGE=max(1, MERGED // (mates * width)),
+        CAP=scores.soft_cap is not None, WINDOW=scores.window > 0, SINKS=scores.sinks is not None,
+        **launch_options(warps, num_stages(stages, step, width, key_pages)),
     )  # fmt: skip
