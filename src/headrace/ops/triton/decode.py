@@ -226,7 +226,9 @@ def _decode(
                     result += tl.sum(shrink[:, :, None] * tl.reshape(values_of, (MERGE, MATES, WIDTH)), axis=0)
                 real_head = few < shared
                 if SINKS:
-                    whole += tl.exp2(tl.load(sinks + head * shared + few, mask=real_head, other=0.0) * 1.4426950408889634 - top)
+                    whole += tl.exp2(
+                        tl.load(sinks + head * shared + few, mask=real_head, other=0.0) * 1.4426950408889634 - top
+                    )
                 result = result / tl.where(whole == 0.0, 1.0, whole)[:, None]
                 place_of = out + token * (HEADS * DIM) + (head * shared + few)[:, None] * DIM + index
                 tl.store(place_of, result.to(out.dtype.element_ty), mask=real_head[:, None] & (index < DIM))
