@@ -34,6 +34,13 @@ PATHS = {  # flags of the files that are compiled for more than the baseline, on
         "-mprefer-vector-width=512",
         "-fno-schedule-insns2",  # GCC 12 would undo the order in which planes.h has its products: slower
     ],
+    "path_amx": [
+        "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-mavx512bf16", "-mfma", "-mf16c",
+        "-mamx-tile", "-mamx-bf16", "-mprefer-vector-width=512",
+    ],
+    "path_amx_emulated": [
+        "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c", "-mprefer-vector-width=512",
+    ],
 }  # fmt: skip
 
 
@@ -42,6 +49,12 @@ def compiler() -> list[str] | None:
         if name and shutil.which(shlex.split(name)[0]):
             return shlex.split(name)
     return None
+
+
+def _takes(command: list[str], flags: list[str]) -> bool:
+    """Whether the compiler knows `flags`."""
+    asked = [*command, *flags, "-fsyntax-only", "-x", "c++", os.devnull]
+    return subprocess.run(asked, capture_output=True).returncode == 0
 
 
 def build_library(target: Path, work: Path, flags: tuple[str, ...] = ()) -> None:
@@ -57,6 +70,8 @@ def build_library(target: Path, work: Path, flags: tuple[str, ...] = ()) -> None
     def compile_file(source: Path) -> str:
         result = work / f"{source.stem}.o"
         own = PATHS.get(source.stem, []) if x86 else []
+        if own and not _takes(found, own):
+            own = []  # a compiler that knows no AMX: the path is left out, and `headrace doctor` says so
         command = [*found, *COMMON, *own, *extra, "-c", str(source), "-o", str(result)]
         done = subprocess.run(command, capture_output=True, text=True)
         sys.stderr.write(done.stderr)

@@ -15,7 +15,7 @@ from headrace.device.cgroup import CgroupLimits
 from headrace.device.cuda import GpuFacts
 from headrace.doctor import gpu, processor
 from headrace.ledger.machine import MachineFacts
-from headrace.ops.native.library import PATH_STATES, available, available_paths, library, path_states
+from headrace.ops.native.library import EMULATED, PATH_STATES, available, available_paths, library, path_states
 from tiny import write_tiny_llama
 
 
@@ -37,13 +37,19 @@ def test_a_quota_is_told_as_it_is(monkeypatch: pytest.MonkeyPatch, quota: float 
 @pytest.mark.skipif(not available(), reason="no native kernels")
 def test_paths_say_what_they_can(monkeypatch: pytest.MonkeyPatch) -> None:
     states = path_states()
-    assert [path for path, state in states.items() if state == PATH_STATES[2]] == available_paths()
-    monkeypatch.setattr(processor, "path_states", lambda: {"avx512": PATH_STATES[1], "portable": PATH_STATES[2]})
+    assert [path for path, state in states.items() if state == PATH_STATES[2]] == [
+        path for path in available_paths() if path != EMULATED
+    ]
+    states = {"amx": PATH_STATES[0], "avx512": PATH_STATES[1], "portable": PATH_STATES[2]}
+    monkeypatch.setattr(processor, "path_states", lambda: states)
     monkeypatch.setattr(processor, "_cpuinfo", lambda: "flags : avx512f avx512bw avx512dq amx_tile")
     findings = dict(processor.kernels().findings)
     assert findings["  avx512"].endswith("(it lacks avx512vl, avx512_vnni)")
     assert findings["path"].startswith(library().path)
-    assert "no such path yet" in findings["  amx"]
+    assert findings["  amx"] == "not compiled (the compiler knew no AMX: g++ 11 or newer does)"
+    monkeypatch.setattr(processor, "path_states", lambda: {"amx": PATH_STATES[1]})
+    monkeypatch.setattr(processor, "_cpuinfo", lambda: "flags : " + " ".join(processor.NEEDS["amx"]))
+    assert "does not let a process use tiles" in dict(processor.kernels().findings)["  amx"]
 
 
 def test_one_core_and_a_forced_path() -> None:

@@ -92,6 +92,7 @@ SANITIZERS = {  # flags of the compiler, the runtime that a Python must have loa
 # What calls every kernel: on every code path, through Python and replayed, in products of experts and in whole engines.
 SANITIZED = (
     "test_packed.py",
+    "test_bf16_products.py",
     "test_pointwise.py",
     "test_native_attention.py",
     "test_recording.py",

@@ -70,6 +70,12 @@ def write_model(path: Path, formats: dict[str, str], *, tied: bool = False, seed
     return path
 
 
+def rounding(path: str) -> float:
+    """How far the default mode's logits may be from float32's, as a share of the largest: 16-bit integers keep 15 bits
+    of an input, bfloat16 keeps 8, and of weights too."""
+    return 0.1 if path.startswith("amx") else 2e-3
+
+
 CASES = {format: {"": format} for format in FORMATS}
 CASES["mixed"] = {"": "Q4_K", "attn_v": "Q6_K", "ffn_down": "Q6_K", "token_embd": "Q6_K"}
 CASES["others"] = {"": "IQ4_NL", "ffn": "Q4_0"}
@@ -93,9 +99,9 @@ def test_logits_of_every_format(path: str, tmp_path: Path, case: str, tied: bool
     pieces = stepper.chunks(1, ids, [40, 1, 3, 20])
     np.testing.assert_array_equal(pieces, whole)
 
-    stepper.model = build_model(checkpoint.spec, WeightSource(checkpoint), Packed(int16=True))
+    stepper.model = build_model(checkpoint.spec, WeightSource(checkpoint), Packed(mode="default"))
     rounded = stepper.step({2: ids})[2]
-    np.testing.assert_allclose(rounded, expected, rtol=0, atol=2e-3 * np.abs(expected).max())
+    np.testing.assert_allclose(rounded, expected, rtol=0, atol=rounding(path) * np.abs(expected).max())
     stepper.lengths[0] = 0
     np.testing.assert_array_equal(stepper.chunks(0, ids, [50, 1, 3, 20]), rounded)
 
@@ -138,7 +144,7 @@ def test_the_engine_on_every_path_and_without_it(tmp_path: Path) -> None:
     folder = write_tiny_llama(tmp_path / "tiny")
     expected, said = run_engine(folder, 64, HEADRACE_NATIVE="0")
     assert said.split() == ["reference"]
-    for path in ("", "portable", "avx2", "avx512"):
+    for path in ("", "portable", "avx2", "avx512", "amx", "amx-emulated"):
         if path and path not in library_paths():
             continue
         found, said = run_engine(folder, 4 if path else 64, HEADRACE_NATIVE_PATH=path)
@@ -179,10 +185,10 @@ def test_default_model(path: str, default_model_path: Path) -> None:
     library().set_num_threads(2)
     np.testing.assert_array_equal(stepper.chunks(1, ids, [100, 7, 30]), whole)
 
-    stepper.model = build_model(checkpoint.spec, WeightSource(checkpoint), Packed(int16=True))
+    stepper.model = build_model(checkpoint.spec, WeightSource(checkpoint), Packed(mode="default"))
     stepper.lengths = [0, 0]
     rounded = stepper.step({0: ids})[0]
-    np.testing.assert_allclose(rounded, expected, rtol=0, atol=1e-3 * np.abs(expected).max())
+    np.testing.assert_allclose(rounded, expected, rtol=0, atol=rounding(path) / 2 * np.abs(expected).max())
     np.testing.assert_array_equal(stepper.chunks(1, ids, [100, 7, 30]), rounded)
 
 
@@ -221,7 +227,7 @@ def test_experts_stay_packed_and_agree_with_the_reference(path: str, layout: str
     moe = MoESpec(experts, 2, inner)
     spec = ModelSpec("mixtral", 50, hidden, 32, 1, 2, 2, 4, 1e-5, 64, moe=moe)
     made = {}
-    for scheme in (Packed(), Packed(int16=True), Unquantized()):
+    for scheme in (Packed(), Packed(mode="default"), Unquantized()):
         source = WeightSource(Stored(stored) if isinstance(scheme, Packed) else DictCheckpoint(stored))
         block = MixtureOfExperts(spec, source, "m", scheme, ExpertNames(), ExpertLayout.OUT_IN)
         source.finish()
@@ -239,7 +245,7 @@ def test_experts_stay_packed_and_agree_with_the_reference(path: str, layout: str
     found = ops.moe(x, scores, exact.experts, exact.routing)
     assert np.abs(found - expected).max() < 1e-5 * scale
     whole = ops.moe(x, scores, default.experts, default.routing)
-    assert np.abs(whole - expected).max() < 2e-3 * scale
+    assert np.abs(whole - expected).max() < rounding(path) * scale
     for token in range(0, 23, 5):
         np.testing.assert_array_equal(
             ops.moe(x[token : token + 1], scores[token : token + 1], default.experts, default.routing)[0], whole[token]

@@ -19,11 +19,18 @@ from headrace.ops.native.library import (
     remedy,
     unavailable_reason,
 )
+from headrace.ops.native.packed import product
 
 NEEDS = {  # of each code path, as /proc/cpuinfo names them
+    "amx": ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16"),
     "avx512": ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"),
     "avx2": ("avx2", "fma", "f16c"),
     "portable": (),
+}
+_ARITHMETIC = {
+    "float32": "float32, since this path has no products of integers",
+    "int16": "inputs of quantised weights as 16-bit integers, exact sums of 32 products",
+    "bfloat16": "inputs and weights as bfloat16, but for F32 weights, sums in float32",
 }
 SHOWN = ("avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8",
          "amx_bf16", "asimd", "asimddp", "i8mm", "bf16", "sve")  # fmt: skip
@@ -73,16 +80,21 @@ def kernels() -> Section:
     section.add("path", f"{chosen}, " + ("forced by HEADRACE_NATIVE_PATH" if forced else "the best that runs here"))
     for path, state in path_states().items():
         lacking = [name for name in NEEDS[path] if found and name not in found]
-        reason = f" (it lacks {', '.join(lacking)})" if state == PATH_STATES[1] and lacking else ""
+        reason = ""
+        if state == PATH_STATES[1] and lacking:
+            reason = f" (it lacks {', '.join(lacking)})"
+        elif state == PATH_STATES[1] and found and path == "amx":
+            reason = " (the system does not let a process use tiles: Linux 5.16 or newer does)"
+        elif state == PATH_STATES[0] and path == "amx":
+            reason = " (the compiler knew no AMX: g++ 11 or newer does)"
         section.add(f"  {path}", state + reason)
-    if "amx_tile" in found:
-        section.add("  amx", "the processor has it; there is no such path yet")
-    has16 = library().has_int16()
     section.add("mode exact", "float32 throughout")
+    section.add("mode default", f"{_ARITHMETIC[product('default', 'Q4_1', 1)]}; keys and values in bf16")
+    few, many = (product("fast", "Q4_1", tokens) for tokens in (1, 5))
     section.add(
-        "mode default",
-        "inputs of quantised weights as 16-bit integers, exact sums of 32 products; keys and values in bf16"
-        if has16
-        else "float32, since this path has no products of integers; keys and values in bf16",
+        "mode fast",
+        "the same as default here"
+        if few == many
+        else f"up to 4 tokens at once: {_ARITHMETIC[few]}; more: {_ARITHMETIC[many]}",
     )
     return section

@@ -14,10 +14,10 @@ from headrace.quant.unquantized import Unquantized
 _told = False
 
 
-def bind_cpu(num_threads: int, int16: bool = False, quantize: str = "none") -> QuantScheme:
-    """Bind the ops for this process and return the scheme that stores weights for them. With `int16`, quantised weights
-    are multiplied with 16-bit integers where the code path has such products. `quantize` (quant/online.py): ValueError
-    where there are no native kernels to read what it makes.
+def bind_cpu(num_threads: int, mode: str = "exact", quantize: str = "none") -> QuantScheme:
+    """Bind the ops for this process and return the scheme that stores weights for them. `mode` (quant/packed.py): in
+    what numbers weights are multiplied; numpy has float32 only. `quantize` (quant/online.py): ValueError where there
+    are no native kernels to read what it makes.
 
     Without the native library the engine runs on numpy, and that is said once, with the remedy.
     """
@@ -25,7 +25,7 @@ def bind_cpu(num_threads: int, int16: bool = False, quantize: str = "none") -> Q
     if available():
         library().set_num_threads(num_threads)
         bind_native()
-        return Packed(int16, quantize)
+        return Packed(mode, quantize)
     if quantize != "none":
         raise ValueError(f"quantize={quantize} needs the native kernels ({unavailable_reason()}); leave it out")
     bind_references()

@@ -14,15 +14,21 @@ from headrace.quant.online import quantized
 class PackedLinear:
     """One packed matrix per layer.
 
-    Arithmetic in float32: a weight is decoded, then multiplied and added. With `int16` and a quantised format: inputs
-    are rounded to 16-bit integers, blocks of 32 products are summed exactly, and the rest is float32.
+    `mode` exact: a weight is decoded, then multiplied and added in float32. default, on the AMX path: inputs and
+    weights are rounded to bfloat16, sums are float32, and only F32 matrices are left as they are; on other paths inputs
+    of quantised formats are rounded to 16-bit integers, blocks of 32 products are summed exactly, and the rest is
+    float32. fast: as default, but for up to 4 tokens the AMX path, too, rounds to 16-bit integers.
     """
 
     input_quant: str | None = None
 
-    def __init__(self, int16: bool = False, quantize: str = "none", arena: Arena | None = None) -> None:
-        """`quantize`: what becomes of weights that are stored as floats (quant/online.py)."""
-        self._int16 = int16
+    def __init__(
+        self, mode: str = "exact", quantize: str = "none", arena: Arena | None = None, floats_exact: bool = False
+    ) -> None:
+        """`quantize`: what becomes of weights that are stored as floats (quant/online.py). `floats_exact`: those that
+        stay floats are multiplied in float32 in every mode."""
+        self._floats_exact = floats_exact
+        self._mode = mode
         self._quantize = quantize
         self._arena = arena or Arena()
 
@@ -37,7 +43,8 @@ class PackedLinear:
 
     def packed(self, parts: Sequence[StoredTensor], in_size: int) -> PackedMatrix:
         """One matrix [sum of N, in_size] of `parts`, one below the other; ValueError says what is wrong with them."""
-        return pack([self._quantized(part) for part in parts], in_size, self._arena, self._int16)
+        plain = self._floats_exact and all(part.format in FLOATS for part in parts)
+        return pack([self._quantized(part) for part in parts], in_size, self._arena, "exact" if plain else self._mode)
 
     def _quantized(self, stored: StoredTensor) -> StoredTensor:
         if self._quantize == "none":
@@ -64,11 +71,11 @@ class Packed:
 
     name = "packed"
 
-    def __init__(self, int16: bool = False, quantize: str = "none") -> None:
+    def __init__(self, mode: str = "exact", quantize: str = "none") -> None:
         arena = Arena()
-        self._method = PackedLinear(int16, quantize, arena)
-        self._vocabulary = self._method if quantize == "none" else PackedLinear(int16, "q8", arena)
-        self._plain = self._method if quantize == "none" else PackedLinear(int16, "none", arena)
+        self._method = PackedLinear(mode, quantize, arena)
+        self._vocabulary = self._method if quantize == "none" else PackedLinear(mode, "q8", arena)
+        self._plain = PackedLinear(mode, "none", arena, floats_exact=True)
 
     def expert(self, parts: Sequence[StoredTensor], in_size: int) -> PackedMatrix:
         """One expert's matrix [sum of N, in_size] of `parts`, one below the other, for `product`."""

@@ -5,5 +5,6 @@
     packed      weights in the library's layout
     variants    registers the kernels as `native` variants of the ops
 
-`HEADRACE_NATIVE=0` leaves it out, `HEADRACE_NATIVE_PATH=portable|avx2|avx512` forces a path.
+`HEADRACE_NATIVE=0` leaves it out, `HEADRACE_NATIVE_PATH=portable|avx2|avx512|amx` forces a path;
+`amx-emulated` is the last one in ordinary AVX-512 instructions, for tests.
 """

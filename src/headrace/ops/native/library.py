@@ -17,10 +17,11 @@ import numpy as np
 
 from headrace.ops.native.recording import current
 
-ABI = 5
+ABI = 6
 # HEADRACE_NATIVE_LIBRARY names another build of it, such as one with sanitizers
 LIBRARY = Path(os.environ.get("HEADRACE_NATIVE_LIBRARY") or Path(__file__).with_name("libheadrace.so"))
-PATHS = ("avx512", "avx2", "portable")  # best first
+PATHS = ("amx", "avx512", "avx2", "portable")  # best first
+EMULATED = "amx-emulated"  # for tests: the amx path on processors that have AVX-512 only; never chosen by itself
 REMEDY = "install a C++17 compiler (such as g++) and install Headrace again; HEADRACE_NATIVE=0 silences this"
 
 _POINTER, _SIZE, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_float
@@ -33,7 +34,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "pack": (_INT, [_INT, _POINTER, ctypes.c_size_t, _POINTER, _INT, _INT, _POINTER]),
     "unpack_rows": (None, [_INT, _POINTER, _INT, _POINTER, _INT, _POINTER, _SIZE]),
     "linear": (None, [_POINTER, _INT, _INT, _POINTER, _SIZE, _INT, _POINTER, _POINTER, _SIZE, _INT]),
-    "has_int16": (_INT, []),
+    "product": (_INT, [_INT, _INT, _INT]),
     "join_strings": (ctypes.c_int64, [_POINTER, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, _POINTER]),
     "gather_rows": (None, [_POINTER, _SIZE, _POINTER, _INT, _POINTER, _INT]),
     "replay": (None, [_POINTER, _INT]),
@@ -91,7 +92,7 @@ def open_library(file: Path, path: str = "") -> Library:
         raise NativeError(f"{file} was built for another version of Headrace", REMEDY)
     chosen = functions["select_path"](path.encode())
     if chosen is None:
-        known = f"one of {', '.join(PATHS)}" if path not in PATHS else "something this processor can run"
+        known = f"one of {', '.join(PATHS)}" if path not in (*PATHS, EMULATED) else "something this processor can run"
         raise NativeError(f"HEADRACE_NATIVE_PATH={path}: it must be {known}")
     return Library(chosen.decode(), functions)
 
@@ -136,10 +137,11 @@ def library() -> Library:
 
 
 def available_paths() -> list[str]:
-    """The code paths that run here, best first. For tests: it ends with the path chosen that was chosen before."""
+    """The code paths that run here, best first, the emulated one last. For tests: it ends with the path chosen that was
+    chosen before."""
     current = library().path
     found = []
-    for path in PATHS:
+    for path in (*PATHS, EMULATED):
         try:
             found.append(open_library(LIBRARY, path).path)
         except NativeError:
@@ -148,7 +150,7 @@ def available_paths() -> list[str]:
     return found
 
 
-PATH_STATES = ("not compiled", "compiled, but this processor cannot run it", "runs here")
+PATH_STATES = ("not compiled", "compiled, but this machine cannot run it", "runs here")
 
 
 def path_states() -> dict[str, str]:

@@ -23,6 +23,8 @@ from headrace.ops.xp import Array
 PANEL = 32
 FORMATS = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "I8")
 FLOATS = FORMATS[:3]
+MODES = ("exact", "default", "fast")  # Mode of csrc/api.cpp
+PRODUCTS = ("float32", "int16", "bfloat16")  # Product of csrc/api.cpp
 _ARENA_CHUNK = 1 << 28  # address space, not memory: pages are taken when they are written
 _HUGE_PAGE = 1 << 21
 
@@ -91,12 +93,11 @@ class Segment:
 class PackedMatrix:
     """A matrix [N, K] in segments of outputs.
 
-    With `int16`, products with its quantised segments are made in 16-bit integers (csrc/linear16.h) where the code path
-    has them, else in float32.
+    `mode`: one of MODES, which says in what numbers products are made (`product`).
     """
 
-    def __init__(self, segments: Sequence[Segment], in_size: int, int16: bool = False):
-        self.int16 = int16
+    def __init__(self, segments: Sequence[Segment], in_size: int, mode: str = "exact"):
+        self.mode = MODES.index(mode)
         self.segments = tuple(segments)
         self.shape = (sum(segment.outputs for segment in segments), in_size)
         structs = [
@@ -141,7 +142,12 @@ class PackedMatrix:
         return self.rows(np.arange(self.shape[0], dtype=np.int32))
 
 
-def pack(parts: Sequence[StoredTensor], in_size: int, arena: Arena, int16: bool = False) -> PackedMatrix:
+def product(mode: str, format: str, tokens: int) -> str:
+    """One of PRODUCTS: in what numbers the code path multiplies `tokens` tokens with a matrix in `format`."""
+    return PRODUCTS[library().product(MODES.index(mode), FORMATS.index(format), tokens)]
+
+
+def pack(parts: Sequence[StoredTensor], in_size: int, arena: Arena, mode: str = "exact") -> PackedMatrix:
     """One matrix of `parts`, one below the other. Neighbours of one format become one segment.
 
     Raises ValueError if a scale or a plain value is not finite.
@@ -154,7 +160,7 @@ def pack(parts: Sequence[StoredTensor], in_size: int, arena: Arena, int16: bool 
             merged = []
         if part is not None:
             merged.append(part)
-    return PackedMatrix(segments, in_size, int16)
+    return PackedMatrix(segments, in_size, mode)
 
 
 def _pack_segment(parts: list[StoredTensor], in_size: int, arena: Arena) -> Segment:
@@ -230,6 +236,6 @@ def _native_linear(
         None if bias is None else address(bias),
         address(out),
         out.strides[0] >> 2,
-        weight.int16,
+        weight.mode,
     )
     return out

@@ -7,6 +7,7 @@
 
 #include "api.h"
 #include "pool.h"
+#include "processor.h"
 
 namespace headrace {
 namespace {
@@ -40,22 +41,33 @@ void ranges(int64_t count, int64_t work, Function function) {
   });
 }
 
-bool has_avx2() {
-#if defined(__x86_64__)
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-#else
-  return false;
-#endif
-}
+// Best first. An emulated path is for tests and runs only where it is asked for.
+struct Path {
+  const char* name;
+  bool (*compiled)();
+  bool (*runs)();
+  const Kernels* (*kernels)();
+  bool emulated;
+};
+bool always() { return true; }
+constexpr Path kPaths[] = {
+    {"amx", amx_compiled, has_amx, amx_kernels, false},
+    {"avx512", avx512_compiled, has_avx512, avx512_kernels, false},
+    {"avx2", avx2_compiled, has_avx2, avx2_kernels, false},
+    {"portable", always, always, portable_kernels, false},
+    {"amx-emulated", amx_emulated_compiled, has_avx512, amx_emulated_kernels, true},
+};
 
-bool has_avx512() {
-#if defined(__x86_64__)
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-         __builtin_cpu_supports("avx512vnni");
-#else
-  return false;
-#endif
+// How a segment is multiplied.
+enum Product : int { kFloat32 = 0, kInt16, kBf16 };
+enum Mode : int { kExact = 0, kDefault, kFast };
+constexpr int kFewTokens = 4;  // of a product that fast mode makes in 16-bit integers even where there is bfloat16
+
+Product product_of(int mode, int format, int tokens) {
+  if (mode == kExact || format == F32) return kFloat32;
+  const bool quantised = kFormats[format].block > 1, int16 = quantised && kernels->linear16_panel;
+  if (kernels->bf16_panel && !(mode == kFast && int16 && tokens <= kFewTokens)) return kBf16;
+  return int16 ? kInt16 : kFloat32;
 }
 
 // The calling thread's memory for a product's inputs as integers; kept, because the next product needs it again.
@@ -75,6 +87,23 @@ Tokens16 quantized_tokens(const float* x, ptrdiff_t x_stride, int tokens, int k)
                           out.scales + t * static_cast<int64_t>(scales));
   });
   return out;
+}
+
+// The calling thread's memory for a product's inputs in bfloat16, kept as well. Rows of the last tile that no token fills
+// hold what was there: nothing of them reaches other rows.
+const uint16_t* bf16_tiles(const float* x, ptrdiff_t x_stride, int tokens, int k) {
+  struct alignas(64) Line {
+    uint16_t numbers[32];
+  };
+  thread_local std::vector<Line> memory;
+  const size_t blocks = (static_cast<size_t>(k) + 31) / 32, needed = (static_cast<size_t>(tokens) + 15) / 16 * 16 * blocks;
+  if (memory.size() < needed) memory.resize(needed);
+  Line* lines = memory.data();  // [tiles][blocks of 32 k][16]
+  ranges(tokens, static_cast<int64_t>(tokens) * k * 2, [&](int64_t first, int64_t last) {
+    for (int64_t t = first; t < last; ++t)
+      kernels->round_bf16(x + t * x_stride, k, lines[t / 16 * 16 * static_cast<int64_t>(blocks) + t % 16].numbers);
+  });
+  return lines->numbers;
 }
 
 uint16_t to_bf16(float value) {
@@ -184,25 +213,24 @@ struct AttentionWork {
 
 using namespace headrace;
 
-EXPORT int headrace_abi() { return 5; }
+EXPORT int headrace_abi() { return 6; }
 
 // Chooses the code path `forced`, or the best one where it is empty. Returns its name, null if it cannot run here.
 EXPORT const char* headrace_select_path(const char* forced) {
-  const bool any = !*forced;
-  const Kernels* found = nullptr;
-  if (!found && (any || !std::strcmp(forced, "avx512")) && has_avx512()) found = avx512_kernels();
-  if (!found && (any || !std::strcmp(forced, "avx2")) && has_avx2()) found = avx2_kernels();
-  if (!found && (any || !std::strcmp(forced, "portable"))) found = portable_kernels();
-  if (!found) return nullptr;
-  kernels = found;
-  return kernels->name;
+  for (const Path& path : kPaths) {
+    if (*forced ? std::strcmp(forced, path.name) != 0 : path.emulated) continue;
+    if (!path.compiled() || !path.runs()) continue;
+    kernels = path.kernels();
+    return kernels->name;
+  }
+  return nullptr;
 }
 
-// 0: code path `name` was not compiled in; 1: it was, and this processor cannot run it; 2: it runs here.
+// 0: code path `name` was not compiled in; 1: it was, and this processor or system cannot run it; 2: it runs here.
 EXPORT int headrace_path_state(const char* name) {
-  if (!std::strcmp(name, "avx512")) return avx512_compiled() ? 1 + has_avx512() : 0;
-  if (!std::strcmp(name, "avx2")) return avx2_compiled() ? 1 + has_avx2() : 0;
-  return std::strcmp(name, "portable") ? 0 : 2;
+  for (const Path& path : kPaths)
+    if (!std::strcmp(name, path.name)) return path.compiled() ? 1 + path.runs() : 0;
+  return 0;
 }
 
 EXPORT void headrace_set_num_threads(int count) { set_num_threads(count); }
@@ -237,22 +265,25 @@ EXPORT void headrace_gather_rows(const float* table, ptrdiff_t table_stride, con
                 static_cast<size_t>(size) * sizeof(float));
 }
 
-// Whether the chosen path has 16-bit products.
-EXPORT int headrace_has_int16() { return kernels->linear16_panel != nullptr; }
+// How the chosen path multiplies `tokens` tokens with a matrix in `format`, in `mode`: 0 in float32, 1 in 16-bit integers,
+// 2 in bfloat16.
+EXPORT int headrace_product(int mode, int format, int tokens) { return product_of(mode, format, tokens); }
 
-// out [tokens, sum of outputs] = x [tokens, k] times the segments, one beside the other, + bias (null: none). With
-// `int16`, quantised segments are multiplied in 16-bit integers (linear16.h), plain ones in float32 all the same.
+// out [tokens, sum of outputs] = x [tokens, k] times the segments, one beside the other, + bias (null: none). `mode` 0:
+// exact, 1: default, 2: fast; see product_of().
 EXPORT void headrace_linear(const void* segments_at, int num_segments, int k, const float* x, ptrdiff_t x_stride,
-                            int tokens, const float* bias, float* out, ptrdiff_t out_stride, int int16) {
+                            int tokens, const float* bias, float* out, ptrdiff_t out_stride, int mode) {
   const Segment* segments = static_cast<const Segment*>(segments_at);
   int64_t total = 0;
-  bool any_quantised = false;
+  bool any[3] = {};
   for (int s = 0; s < num_segments; ++s) {
     total += panels_of(segments[s]);
-    any_quantised |= kFormats[segments[s].format].block > 1;
+    any[product_of(mode, segments[s].format, tokens)] = true;
   }
-  int16 = int16 && any_quantised && kernels->linear16_panel;
-  const Tokens16 x16 = int16 ? quantized_tokens(x, x_stride, tokens, k) : Tokens16{};
+  const Tokens16 x16 = any[kInt16] ? quantized_tokens(x, x_stride, tokens, k) : Tokens16{};
+  const uint16_t* tiles = any[kBf16] ? bf16_tiles(x, x_stride, tokens, k) : nullptr;
+  size_t scratch = kernels->linear_scratch();
+  if (any[kBf16] && kernels->bf16_scratch() > scratch) scratch = kernels->bf16_scratch();
   ranges(total, total * kPanel * k * tokens / 8, [&](int64_t first, int64_t last) {
     PanelJob job;
     job.k = k;
@@ -260,15 +291,20 @@ EXPORT void headrace_linear(const void* segments_at, int num_segments, int k, co
     job.x = x;
     job.x_stride = x_stride;
     job.x16 = x16;
+    job.tiles = tiles;
     job.out_stride = out_stride;
-    job.scratch = thread_scratch(kernels->linear_scratch());
+    job.scratch = thread_scratch(scratch);
+    if (tiles) kernels->open_tiles(tokens);
     int64_t start = 0;
     int column = 0;
     for (int s = 0; s < num_segments && start < last; ++s) {
       const Segment& segment = segments[s];
       const int64_t panels = panels_of(segment);
       const size_t bytes = panel_bytes(segment.format, k);
-      const auto panel = int16 && kFormats[segment.format].block > 1 ? kernels->linear16_panel : kernels->linear_panel;
+      const Product product = product_of(mode, segment.format, tokens);
+      const auto panel = product == kBf16    ? kernels->bf16_panel
+                         : product == kInt16 ? kernels->linear16_panel
+                                             : kernels->linear_panel;
       job.format = segment.format;
       for (int64_t p = first > start ? first - start : 0; p < panels && start + p < last; ++p) {
         const int output = static_cast<int>(p) * kPanel;
@@ -281,6 +317,7 @@ EXPORT void headrace_linear(const void* segments_at, int num_segments, int k, co
       start += panels;
       column += segment.outputs;
     }
+    if (tiles) kernels->close_tiles();
   });
 }
 

@@ -1,4 +1,4 @@
-// What the code paths (portable, AVX2, AVX-512) have in common: packed weight formats and the table of kernels that
+// What the code paths (portable, AVX2, AVX-512, AMX) have in common: packed weight formats and the table of kernels that
 // each path fills in. Kernels here run on one thread and on one piece of work; api.cpp cuts the work and spreads it.
 //
 // Packed weights. A matrix [N, K] is cut into panels of 32 outputs; a panel's data is one contiguous stream in the
@@ -72,6 +72,7 @@ struct PanelJob {
   const float* bias;  // of the panel's outputs, or null
   float* scratch;     // linear_scratch() floats, 64-byte aligned
   Tokens16 x16;       // for linear16_panel, in place of x
+  const uint16_t* tiles;  // for bf16_panel, in place of x: the tokens in bfloat16 as bf16.h has them, 64-byte aligned
 };
 
 // Place of the high bits of k (0 .. 31; two bits: 0 .. 15) in their uint32.
@@ -115,6 +116,12 @@ struct Kernels {
   size_t (*linear_scratch)();  // floats
   void (*linear16_panel)(const PanelJob& job);  // null: this path has no 16-bit products
   void (*quantize16)(const float* x, int k, int16_t* q, float* sums, float* scales);
+  void (*bf16_panel)(const PanelJob& job);  // null: this path has no products in bfloat16
+  size_t (*bf16_scratch)();                 // floats
+  void (*round_bf16)(const float* x, int k, uint16_t* row);
+  // Around a thread's calls of bf16_panel for `tokens` tokens.
+  void (*open_tiles)(int tokens);
+  void (*close_tiles)();
   void (*rms_norm)(const float* x, float* residual, const float* weight, float* out, int size, float eps);
   void (*rope)(const float* x, const float* cos, const float* sin, float* out, int half, int dim);
   // kind 0: silu, 1: gelu (tanh form), 2: gelu, 3: GPT-OSS's clamped one
@@ -131,9 +138,13 @@ struct Kernels {
 // Whether a path was compiled in; its kernels() may be called only on a processor that can run them.
 bool avx2_compiled();
 bool avx512_compiled();
+bool amx_compiled();
+bool amx_emulated_compiled();
 const Kernels* portable_kernels();
 const Kernels* avx2_kernels();    // null where not compiled in
 const Kernels* avx512_kernels();  // null where not compiled in
+const Kernels* amx_kernels();     // null where not compiled in
+const Kernels* amx_emulated_kernels();  // null where not compiled in
 
 // Most query vectors (queries times heads that share a key/value head) of one attention item.
 constexpr int kMaxRows = 48;

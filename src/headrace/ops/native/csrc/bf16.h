@@ -1,0 +1,233 @@
+// A panel of weights times some tokens in bfloat16, on tiles (tiles_amx.h, or tiles_emulated.h in its place). Included
+// inside a code path's namespace, after its vector header, its decoders and its tiles.
+//
+// Inputs and decoded weights are rounded to bfloat16, products and sums are float32. An output of a token is the sum of
+// what each 32 k give, added in their order; how a tile sums its 32 k is the processor's own order, always the same. Rows
+// of a tile do not meet, and a sum that leaves its tile for memory comes back as it was. So a token's result has the same
+// bits at any number of tokens, and prefill equals decode.
+//
+// A block of 32 k of a panel becomes two tiles of weights, one for each 16 outputs: row r has k = 2r and 2r + 1 of output
+// 0, then of output 1 and so on. Inputs lie in tiles of 16 tokens, [tiles][blocks of 32 k][16][32].
+
+constexpr int kTileBytes = 1024, kTileNumbers = 512;
+constexpr int kBlockTiles = P * kTileBytes;  // bytes of a block's weights as tiles
+constexpr int kFew = 32;                     // tokens whose sums stay in tiles for the whole of k
+constexpr int kRing = 4, kLag = 2;           // unpacked blocks kept; blocks that unpacking is ahead of multiplying
+constexpr int kStretch = 16;                 // blocks unpacked at once for more tokens: 32 KiB
+constexpr int kPass = 1024;                  // tokens that share one unpacking
+static_assert(W == 16 && P == 2, "a vector is a row of a tile");
+
+static size_t bf16_scratch() { return kStretch * kBlockTiles / sizeof(float) + kPass * kPanel; }
+
+// Words of `even` and `odd` side by side: a row of a tile of weights.
+INLINE void store_row(uint8_t* to, f even, f odd) {
+  alignas(64) static constexpr uint16_t kOrder[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                                      8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  _mm512_store_si512(to, _mm512_permutexvar_epi16(_mm512_load_si512(kOrder), to_bf16(even, odd)));
+}
+
+// A panel's weights, a block of 32 k at a time.
+template <int kFormat>
+struct Blocks {
+  using Decoder = typename DecoderOf<kFormat>::type;
+  static constexpr FormatInfo kInfo = kFormats[kFormat];
+  const uint8_t* at;
+  int left;  // k
+  Decoder decoder{};
+  int block = 0;
+
+  INLINE void unpack(uint8_t* to) {
+    if constexpr (kInfo.block == 1) {
+      for (int line = 0; line < kBlock * kInfo.block_bytes; line += 64) prefetch(at + kPrefetch + line);
+      if (left >= kBlock) rows<true>(to);
+      else rows<false>(to);
+      left -= kBlock;
+    } else {
+      if (Decoder::kHasHeader && block++ % kSuper == 0) {
+        decoder.header(at);
+        at += kInfo.header_bytes;
+      }
+      for (int line = 0; line < kInfo.block_bytes; line += 64) prefetch(at + kPrefetch + line);
+      decoder.open(at);
+      for (int z = 0; z < Decoder::kSteps; ++z) {
+        decoder.word(z);
+#pragma GCC unroll 8
+        for (int j = 0; j < Decoder::kPer; j += 2)
+#pragma GCC unroll 2
+          for (int p = 0; p < P; ++p)
+            store_row(to + p * kTileBytes + (z * Decoder::kPer + j) * 32, decoder.get(z, j, p), decoder.get(z, j + 1, p));
+      }
+      at += kInfo.block_bytes;
+    }
+  }
+
+ private:
+  // Plain formats. Behind the last k come zeros.
+  template <bool kWhole>
+  INLINE void rows(uint8_t* to) {
+    for (int k = 0; k < kBlock; k += 2) {
+      f pair[2][P];
+      for (int side = 0; side < 2; ++side) {
+        const bool there = kWhole || k + side < left;
+        if (there) decoder.open(at);
+        for (int p = 0; p < P; ++p) pair[side][p] = there ? decoder.get(0, 0, p) : zero();
+        if (there) at += kInfo.block_bytes;
+      }
+      for (int p = 0; p < P; ++p) store_row(to + p * kTileBytes + k * 32, pair[0][p], pair[1][p]);
+    }
+  }
+};
+
+INLINE void finish_bf16(const PanelJob& job, const float* sums) {
+  for (int t = 0; t < job.tokens; ++t) {
+    float* out = job.out + t * job.out_stride;
+    for (int p = 0; p < P; ++p) {
+      const int left = job.valid - p * W;
+      if (left <= 0) break;
+      f value = load(sums + t * kPanel + p * W);
+      if (job.bias) value = add(value, load_n(job.bias + p * W, left));
+      store_n(out + p * W, value, left);
+    }
+  }
+}
+
+// Sums are tiles 0 and 1 for the first 16 tokens, 2 and 3 for the others.
+template <int kTiles>
+INLINE void clear_sums() {
+  tile_zero<0>(), tile_zero<1>();
+  if constexpr (kTiles == 2) tile_zero<2>(), tile_zero<3>();
+}
+template <int kTiles>
+INLINE void load_sums(const float* from) {
+  constexpr ptrdiff_t kRow = kPanel * sizeof(float);
+  tile_load<0>(from, kRow), tile_load<1>(from + W, kRow);
+  if constexpr (kTiles == 2) tile_load<2>(from + 16 * kPanel, kRow), tile_load<3>(from + 16 * kPanel + W, kRow);
+}
+template <int kTiles>
+INLINE void store_sums(float* to) {
+  constexpr ptrdiff_t kRow = kPanel * sizeof(float);
+  tile_store<0>(to, kRow), tile_store<1>(to + W, kRow);
+  if constexpr (kTiles == 2) tile_store<2>(to + 16 * kPanel, kRow), tile_store<3>(to + 16 * kPanel + W, kRow);
+}
+template <int kTiles>
+INLINE void multiply_block(const uint16_t* first, const uint16_t* second, const uint8_t* weights) {
+  tile_load<4>(first, 64);
+  tile_load<6>(weights, 64);
+  tile_load<7>(weights + kTileBytes, 64);
+  if constexpr (kTiles == 2) tile_load<5>(second, 64);
+  tile_multiply<0, 4, 6>();
+  tile_multiply<1, 4, 7>();
+  if constexpr (kTiles == 2) {
+    tile_multiply<2, 5, 6>();
+    tile_multiply<3, 5, 7>();
+  }
+}
+
+// Up to 16 (kTiles 1) or 32 tokens: each block is unpacked and multiplied while the next is on its way.
+template <int kFormat, int kTiles>
+NOINLINE static void few(const PanelJob& job) {
+  const int blocks = (job.k + kBlock - 1) / kBlock;
+  uint8_t* ring = reinterpret_cast<uint8_t*>(job.scratch);
+  float* sums = job.scratch + kRing * kBlockTiles / sizeof(float);
+  Blocks<kFormat> weights{job.weights, job.k};
+  const uint16_t *first = job.tiles, *second = job.tiles + static_cast<ptrdiff_t>(blocks) * kTileNumbers;
+  clear_sums<kTiles>();
+  for (int at = 0; at < blocks + kLag; ++at) {
+    if (at < blocks) weights.unpack(ring + at % kRing * kBlockTiles);
+    if (at < kLag) continue;
+    const int due = at - kLag;
+    multiply_block<kTiles>(first + due * kTileNumbers, second + due * kTileNumbers, ring + due % kRing * kBlockTiles);
+  }
+  store_sums<kTiles>(sums);
+  finish_bf16(job, sums);
+}
+
+// 16 * kTiles tokens over a stretch of `count` unpacked blocks.
+template <int kTiles>
+NOINLINE static void stretch(const uint16_t* first, ptrdiff_t apart, const uint8_t* weights, int count, bool begins,
+                             float* sums) {
+  if (begins) clear_sums<kTiles>();
+  else load_sums<kTiles>(sums);
+  for (int b = 0; b < count; ++b)
+    multiply_block<kTiles>(first + b * kTileNumbers, first + apart + b * kTileNumbers, weights + b * kBlockTiles);
+  store_sums<kTiles>(sums);
+}
+
+// More tokens: a stretch of the panel is unpacked once, and they go over it.
+template <int kFormat>
+NOINLINE static void many(const PanelJob& job) {
+  const int blocks = (job.k + kBlock - 1) / kBlock, tiles = (job.tokens + 15) / 16;
+  const ptrdiff_t apart = static_cast<ptrdiff_t>(blocks) * kTileNumbers;  // from tile to tile of 16 tokens
+  uint8_t* unpacked = reinterpret_cast<uint8_t*>(job.scratch);
+  float* sums = job.scratch + kStretch * kBlockTiles / sizeof(float);
+  Blocks<kFormat> weights{job.weights, job.k};
+  for (int start = 0; start < blocks; start += kStretch) {
+    const int count = blocks - start < kStretch ? blocks - start : kStretch;
+    for (int b = 0; b < count; ++b) weights.unpack(unpacked + b * kBlockTiles);
+    for (int tile = 0; tile < tiles; tile += 2) {
+      const uint16_t* x = job.tiles + tile * apart + static_cast<ptrdiff_t>(start) * kTileNumbers;
+      float* to = sums + tile * 16 * kPanel;
+      if (tile + 1 < tiles) stretch<2>(x, apart, unpacked, count, start == 0, to);
+      else stretch<1>(x, apart, unpacked, count, start == 0, to);
+    }
+  }
+  finish_bf16(job, sums);
+}
+
+struct Bf16Functions {
+  void (*one)(const PanelJob&);
+  void (*two)(const PanelJob&);
+  void (*many)(const PanelJob&);
+};
+struct Bf16Table {
+  Bf16Functions of[kNumFormats];
+  template <int kFormat>
+  void add_format() {
+    of[kFormat] = {few<kFormat, 1>, few<kFormat, 2>, many<kFormat>};
+  }
+  void fill() {  // F32 is not here: such a matrix is multiplied in float32
+    add_format<F16>(), add_format<BF16>(), add_format<Q4_0>(), add_format<Q4_1>(), add_format<Q5_0>();
+    add_format<Q5_1>(), add_format<Q8_0>(), add_format<Q4_K>(), add_format<Q5_K>(), add_format<Q6_K>();
+    add_format<I8>();
+  }
+};
+static Bf16Table kBf16;
+
+static void bf16_panel(const PanelJob& whole) {
+  if (whole.tokens <= 0) return;
+  const Bf16Functions& functions = kBf16.of[whole.format];
+  if (whole.tokens <= kFew) return whole.tokens <= 16 ? functions.one(whole) : functions.two(whole);
+  PanelJob job = whole;
+  for (int left = whole.tokens; left > 0; left -= job.tokens) {
+    job.tokens = left < kPass ? left : kPass;
+    functions.many(job);
+    job.tiles += static_cast<ptrdiff_t>(job.tokens) * ((job.k + kBlock - 1) / kBlock) * kBlock;
+    job.out += job.tokens * job.out_stride;
+  }
+}
+static_assert(kPass % 32 == 0 && kFew == 32, "passes are whole pairs of tiles");
+
+// A token's row of its tile, 32 numbers for every block of k, kTileNumbers apart; behind the last k come zeros.
+static void round_bf16(const float* x, int k, uint16_t* row) {
+  for (int start = 0; start < k; start += kBlock, row += kTileNumbers) {
+    const int left = k - start;
+    _mm512_store_si512(row, to_bf16(load_n(x + start, left), left > W ? load_n(x + start + W, left - W) : zero()));
+  }
+}
+
+static void open_tiles(int tokens) { open_tiles_of(tokens < 16 ? tokens : 16); }
+static void close_tiles() { release_tiles(); }
+
+// A path that has everything of the AVX-512 one, and products in bfloat16 beside it.
+static const Kernels* kernels_with_tiles(const char* name) {
+  static Kernels table;
+  table = *avx512_kernels();
+  kBf16.fill();
+  table.name = name;
+  table.bf16_panel = bf16_panel;
+  table.bf16_scratch = bf16_scratch;
+  table.round_bf16 = round_bf16;
+  table.open_tiles = open_tiles;
+  table.close_tiles = close_tiles;
+  return &table;
+}

@@ -1,0 +1,146 @@
+"""Products in bfloat16 on tiles: the very bits that the instruction's definition gives, emulated or on AMX itself."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from headrace.ops.native.library import library
+from headrace.ops.native.packed import Arena, StoredTensor, pack, packed_linear, product
+from native.blocks import FORMATS, dequantized, random_rows
+
+ARENA = Arena()
+ROUNDED = [format for format in [*FORMATS, "I8"] if format != "F32"]  # F32 matrices are multiplied in float32
+
+
+@pytest.fixture
+def tiles(path: str) -> str:
+    if not path.startswith("amx"):
+        pytest.skip("a path without tiles")
+    return path
+
+
+def bf16(values: np.ndarray) -> np.ndarray:
+    """float32 rounded to bfloat16: to nearest, ties to even, denormals to zero."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    rounded = ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).view(np.float32)
+    rounded = np.where(np.isnan(values), np.float32(np.nan), rounded)
+    return np.where(np.abs(values) < 2.0**-126, np.float32(0), rounded)
+
+
+def by_definition(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """x [T, K] times weight [N, K] transposed as TDPBF16PS sums (Intel's manual, volume 2): for each 32 k one chain
+    over the even and one over the odd ones, then both together, then to the sum so far. A product of two bfloat16 is
+    exact in float32, so that adding it rounds as a fused multiply-add does, while nothing underflows."""
+    extra = -x.shape[1] % 32
+    x, weight = (np.pad(bf16(each), ((0, 0), (0, extra))) for each in (x, weight))
+    total = np.zeros((len(x), len(weight)), np.float32)
+    for start in range(0, x.shape[1], 32):
+        even, odd = np.zeros_like(total), np.zeros_like(total)
+        for k in range(start, start + 32, 2):
+            even += x[:, k, None] * weight[None, :, k]
+            odd += x[:, k + 1, None] * weight[None, :, k + 1]
+        total += even + odd
+    return total
+
+
+def inputs(count: int, k: int) -> np.ndarray:
+    x = np.random.default_rng(1).standard_normal((count, k), np.float32)
+    x[:, ::7] *= 30
+    x[5 % count] *= 1e10
+    x[6 % count] *= 1e-10
+    return x
+
+
+@pytest.mark.parametrize("format", ROUNDED)
+@pytest.mark.parametrize(("n", "k"), [(1, 256), (77, 768), (40, 1280)])
+def test_the_bits_of_the_definition_in_any_company(tiles: str, format: str, n: int, k: int) -> None:
+    rows = random_rows(np.random.default_rng(0), format, n, k)
+    packed = pack([StoredTensor(format, rows, None)], k, ARENA, "default")
+    assert product("default", format, 1) == "bfloat16"
+    x = inputs(70, k)
+    expected = by_definition(x, dequantized(format, rows))
+    whole = packed_linear(x, packed)
+    np.testing.assert_array_equal(whole, expected)
+    for threads in (1, 3):
+        library().set_num_threads(threads)
+        for count in (1, 2, 15, 16, 17, 31, 32, 33, 48, 49, 64, 65):
+            first = (7 * count) % (71 - count)
+            np.testing.assert_array_equal(packed_linear(x[first : first + count], packed), whole[first : first + count])
+
+
+@pytest.mark.parametrize("format", ["F16", "BF16"])
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (5, 3), (31, 48), (64, 257), (100, 33)])
+def test_plain_formats_on_any_size(tiles: str, format: str, n: int, k: int) -> None:
+    rows = random_rows(np.random.default_rng(0), format, n, k)
+    packed = pack([StoredTensor(format, rows, None)], k, ARENA, "default")
+    x, bias = inputs(37, k), inputs(1, n)[0]
+    expected = by_definition(x, dequantized(format, rows)) + bias
+    for count in (1, 20, 37):
+        np.testing.assert_array_equal(packed_linear(x[:count], packed, bias), expected[:count])
+
+
+def test_more_tokens_than_one_pass_takes(tiles: str) -> None:
+    rows = random_rows(np.random.default_rng(0), "Q4_1", 40, 512)
+    packed = pack([StoredTensor("Q4_1", rows, None)], 512, ARENA, "default")
+    x = inputs(1100, 512)
+    whole = packed_linear(x, packed)
+    for first, count in ((0, 1), (1020, 8), (1024, 20), (1099, 1)):
+        np.testing.assert_array_equal(packed_linear(x[first : first + count], packed), whole[first : first + count])
+
+
+def test_tiny_numbers_count_for_zero(tiles: str) -> None:
+    """Denormals: as inputs, as weights, as products, as sums."""
+    weight = np.zeros((3, 64), np.float32)
+    weight[0, 0], weight[1, 1], weight[2, :2] = 2.0**-120, 2.0**-130, 1.0
+    bits = np.ascontiguousarray((weight.view(np.uint32) >> 16).astype(np.uint16)).view(np.uint8)
+    packed = pack([StoredTensor("BF16", bits, None)], 64, ARENA, "default")
+    x = np.zeros((3, 64), np.float32)
+    x[0, :2] = 1.0, 2.0**20  # a normal product; a denormal weight
+    x[1, :2] = 2.0**-10, 0.0  # a product that is denormal
+    x[2, :2] = 2.0**-127, -(2.0**-126)  # a denormal input beside the smallest normal one
+    found = packed_linear(x, packed)
+    np.testing.assert_array_equal(found[0], np.float32([2.0**-120, 0, 1 + 2.0**20]))
+    np.testing.assert_array_equal(found[1], np.float32([0, 0, 2.0**-10]))
+    np.testing.assert_array_equal(found[2], np.float32([0, 0, -(2.0**-126)]))
+
+
+def test_damaged_and_huge_tokens_stay_alone(tiles: str) -> None:
+    rows = random_rows(np.random.default_rng(0), "Q4_K", 40, 512)
+    packed = pack([StoredTensor("Q4_K", rows, None)], 512, ARENA, "default")
+    x = inputs(40, 512)
+    whole = packed_linear(x, packed)
+    x[3, 300], x[11, 0], x[12, 511], x[13] = np.nan, np.inf, -np.inf, 3e38
+    found = packed_linear(x, packed)
+    kept = [t for t in range(40) if t not in (3, 11, 12, 13)]
+    np.testing.assert_array_equal(found[kept], whole[kept])
+    assert np.isnan(found[3]).all() and not np.isfinite(found[[11, 12]]).any()
+
+
+def test_numbers_of_each_mode(path: str) -> None:
+    """Which paths round what, as docs/cpu.md says."""
+    amx, integers = path.startswith("amx"), path != "portable"
+    for tokens in (1, 4, 5, 100):
+        for format in ("Q4_1", "BF16", "F32"):
+            assert product("exact", format, tokens) == "float32"
+            expected = "int16" if format == "Q4_1" and integers else "float32"
+            if amx and format != "F32":
+                few = format == "Q4_1" and tokens <= 4
+                assert product("default", format, tokens) == "bfloat16"
+                assert product("fast", format, tokens) == ("int16" if few else "bfloat16")
+            else:
+                assert product("default", format, tokens) == product("fast", format, tokens) == expected
+
+
+def test_fast_mode_takes_each_product_as_it_says(tiles: str) -> None:
+    rows = random_rows(np.random.default_rng(0), "Q4_1", 77, 768)
+    made = {mode: pack([StoredTensor("Q4_1", rows, None)], 768, ARENA, mode) for mode in ("default", "fast")}
+    x = inputs(40, 768)
+    np.testing.assert_array_equal(packed_linear(x, made["fast"]), packed_linear(x, made["default"]))
+    few = packed_linear(x[:4], made["fast"])
+    assert not np.array_equal(few, packed_linear(x[:4], made["default"]))
+    exact = x[:4].astype(np.float64) @ dequantized("Q4_1", rows).T.astype(np.float64)
+    scale = np.abs(exact).max(-1, keepdims=True)
+    assert (np.abs(few - exact) < 1e-3 * scale).all()
+    for token in range(4):
+        np.testing.assert_array_equal(packed_linear(x[token : token + 1], made["fast"])[0], few[token])
