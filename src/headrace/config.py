@@ -48,10 +48,10 @@ class EngineArgs:
     """Options of an engine; None lets the engine choose (and say why)."""
 
     model: str | None = option(None, "model name, GGUF file, folder or hub id; none: smollm2-135m")
-    mode: Literal["auto", "default", "exact"] = option(
+    mode: Literal["auto", "default", "exact", "fast"] = option(
         "auto",
-        "arithmetic of quantised weights: exact (fp32), default (inputs as 16-bit integers where there are kernels) "
-        "or auto (default)",
+        "arithmetic: exact (fp32), default (quantised weights times rounded inputs), fast (where the processor has AMX "
+        "it depends on how many tokens share a step: answers are the same up to near-ties only) or auto (default)",
     )
     device: Literal["auto", "cpu", "cuda"] = option("auto", "where the model computes; auto: a GPU if one can be used")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = option(
@@ -157,7 +157,7 @@ class EngineArgs:
         if self.suffix_tokens is not None and self.speculate not in ("auto", "suffix"):
             raise ConfigError("suffix_tokens is for suffix decoding; give speculate=suffix or auto too")
         for name, allowed in (
-            ("mode", ("auto", "default", "exact")),
+            ("mode", ("auto", "default", "exact", "fast")),
             ("device", ("auto", "cpu", "cuda")),
             ("dtype", ("auto", *DTYPES)),
             ("scheduling", ("fcfs", "priority")),

@@ -187,6 +187,8 @@ def resolve(
     else:
         if args.quantize != "none":
             raise ConfigError("quantize is for CPUs; leave it out or give device=cpu")
+        if args.mode == "fast":
+            raise ConfigError("mode=fast is for CPUs; leave it out or give device=cpu")
         if args.speculate != "off":
             raise ConfigError("speculate does not run on GPUs yet; leave it out or give device=cpu")
         dtype = args.dtype if args.dtype != "auto" else "float32" if args.mode == "exact" else "bfloat16"
@@ -202,7 +204,7 @@ def resolve(
         return value
 
     mode = "default" if args.mode == "auto" else args.mode
-    reason = "inputs of quantised weights as 16-bit integers: faster than fp32 as soon as requests share a step"
+    reason = "rounds what is multiplied with quantised weights: faster than fp32 as soon as requests share a step"
     if gpu is not None:
         reason = "sums in float32 of products in the dtype"
     choices.append(Choice("mode", mode, reason if args.mode == "auto" else "as asked"))

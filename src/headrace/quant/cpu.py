@@ -6,12 +6,13 @@ import os
 import sys
 
 from headrace.ops.native.library import available, library, remedy, unavailable_reason
+from headrace.ops.native.packed import product
 from headrace.ops.native.variants import bind_native, bind_references
 from headrace.quant.base import QuantScheme
 from headrace.quant.packed import Packed
 from headrace.quant.unquantized import Unquantized
 
-_told = False
+_told: set[str] = set()  # what this process has been told, once
 
 
 def bind_cpu(num_threads: int, mode: str = "exact", quantize: str = "none") -> QuantScheme:
@@ -21,16 +22,22 @@ def bind_cpu(num_threads: int, mode: str = "exact", quantize: str = "none") -> Q
 
     Without the native library the engine runs on numpy, and that is said once, with the remedy.
     """
-    global _told
     if available():
         library().set_num_threads(num_threads)
         bind_native()
+        if mode == "fast" and product(mode, "Q4_1", 1) == product(mode, "Q4_1", 64):
+            path = library().path
+            _tell(f"headrace: mode=fast is the same as mode=default on this processor (code path {path})")
         return Packed(mode, quantize)
     if quantize != "none":
         raise ValueError(f"quantize={quantize} needs the native kernels ({unavailable_reason()}); leave it out")
     bind_references()
-    if not _told and os.environ.get("HEADRACE_NATIVE", "1") != "0":
-        _told = True
-        text = f"headrace: {unavailable_reason()}; running on numpy, many times slower. {remedy()}"
-        print(text.rstrip(), file=sys.stderr)
+    if os.environ.get("HEADRACE_NATIVE", "1") != "0":
+        _tell(f"headrace: {unavailable_reason()}; running on numpy, many times slower. {remedy()}".rstrip())
     return Unquantized()
+
+
+def _tell(text: str) -> None:
+    if text not in _told:
+        _told.add(text)
+        print(text, file=sys.stderr)
