@@ -103,7 +103,9 @@ def _gpu(args: EngineArgs, spec: ModelSpec, gpu: GpuFacts, num_weights: int, dty
     limit = parse_bytes(args.gpu_memory, gpu.total_memory, "gpu_memory")
     budget, seqs = args.max_num_batched_tokens or 8192, args.max_num_seqs or 256
     inner = max(2 * spec.intermediate_size, spec.q_size + 2 * spec.kv_size)
-    activations = budget * (inner + 8 * spec.hidden_size) * element * 2 + 3 * seqs * spec.vocab_size * 4
+    drafts = 0 if args.speculate == "off" else args.num_draft_tokens or _MOST_DRAFTS
+    lines = min(budget, seqs * (1 + drafts))  # of logits
+    activations = budget * (inner + 8 * spec.hidden_size) * element * 2 + 3 * lines * spec.vocab_size * 4
     others = gpu.total_memory - gpu.free_memory
     memory = limit - others - weight_bytes - activations - _GRAPH_BYTES
     plan = (
@@ -117,14 +119,29 @@ def _gpu(args: EngineArgs, spec: ModelSpec, gpu: GpuFacts, num_weights: int, dty
         seqs_reason="rows share the reading of the weights",
         budget=8192,
         budget_reason="a chunk of prompt this long fills the GPU",
-        depth=2,
-        depth_reason="the host plans a step while the GPU runs the one before",
+        depth=2 if args.speculate == "off" else 1,
+        depth_reason="the host plans a step while the GPU runs the one before"
+        if args.speculate == "off"
+        else "drafts continue the tokens of the step before",
         kv_memory=max(memory, 0),
         kv_reason=plan,
         kv_format=dtype,
         kv_format_reason="the dtype of the activations",
         kv_fills=True,
     )
+
+
+def _refuse_on_gpus(args: EngineArgs, drafter: str | None) -> None:
+    """ConfigError for ways to speculate that a GPU does not know yet."""
+    if args.verify != "same":
+        raise ConfigError(f"verify={args.verify} does not run on GPUs yet; leave it out or give device=cpu")
+    if args.speculate == "synthetic":
+        raise ConfigError("speculate=synthetic does not run on GPUs yet; leave it out or give device=cpu")
+    if drafter is not None:
+        raise ConfigError(
+            f"speculate={drafter} does not run on GPUs yet; take ngram or suffix, without draft_model, or give "
+            "device=cpu"
+        )
 
 
 def _proposers(args: EngineArgs, drafter: str | None) -> tuple[str, ...]:
@@ -189,8 +206,7 @@ def resolve(
             raise ConfigError("quantize is for CPUs; leave it out or give device=cpu")
         if args.mode == "fast":
             raise ConfigError("mode=fast is for CPUs; leave it out or give device=cpu")
-        if args.speculate != "off":
-            raise ConfigError("speculate does not run on GPUs yet; leave it out or give device=cpu")
+        _refuse_on_gpus(args, drafter)
         dtype = args.dtype if args.dtype != "auto" else "float32" if args.mode == "exact" else "bfloat16"
         if args.mode == "exact" and dtype != "float32":
             raise ConfigError(f"exact mode computes in float32; leave out dtype {dtype} or the mode")

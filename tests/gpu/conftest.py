@@ -52,7 +52,7 @@ def gpu_engine(monkeypatch, device):
             def make_worker(spec, checkpoint, config, *rest):
                 if config.device == "cpu":
                     return original(spec, checkpoint, config, *rest)
-                return DeviceWorker(spec, checkpoint, config, *rest[:3], device=device)
+                return DeviceWorker(spec, checkpoint, config, *rest[:3], device=device, draft=rest[3])
 
             monkeypatch.setattr(engine_module, "make_worker", make_worker)
         yield

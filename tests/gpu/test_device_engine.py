@@ -77,8 +77,6 @@ def test_beams_and_bans(model, gpu_engine):
 
 
 def test_what_gpus_cannot_do_yet_is_said(model, gpu_engine):
-    with pytest.raises(ConfigError, match="speculate does not run on GPUs"):
-        LLM(str(model), device="cuda", speculate="ngram")
     with pytest.raises(ConfigError, match="exact mode computes in float32"):
         LLM(str(model), device="cuda", mode="exact", dtype="bfloat16")
     with pytest.raises(ConfigError, match="dtype float16 is for GPUs"):

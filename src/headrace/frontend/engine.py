@@ -44,7 +44,6 @@ from headrace.sampling.grammar import GrammarCompiler
 from headrace.sampling.params import SamplingParams
 from headrace.worker.create import make_worker
 from headrace.worker.drafting import DraftSource
-from headrace.worker.worker import Worker
 
 
 def choose_gpu(device: str) -> GpuFacts | None:
@@ -148,7 +147,6 @@ class Engine:
             return FixedDepth(config.max_draft_tokens, config.proposers)
         networks = {}
         if draft is not None:
-            assert isinstance(self._worker, Worker)  # resolve() refuses to speculate on a GPU
             for name, size in self._worker.proposer.weight_bytes.items():
                 networks[name] = PassCost(self.cost, WorkModel.for_layout(draft.spec, size, draft.layout))
         return AutoDepth(self.cost, work, config.max_draft_tokens, config.proposers, networks)

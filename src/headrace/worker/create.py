@@ -30,4 +30,4 @@ def make_worker(
         return Worker(spec, checkpoint, config, layout, attention_backend, grammars, draft)
     from headrace.worker.device_worker import DeviceWorker
 
-    return DeviceWorker(spec, checkpoint, config, layout, attention_backend, grammars)
+    return DeviceWorker(spec, checkpoint, config, layout, attention_backend, grammars, draft=draft)

@@ -16,7 +16,7 @@ from headrace.ops.triton.step import Lines, StepSpans
 from headrace.worker.device_table import DeviceTable
 from headrace.worker.graphs import GraphKey
 
-_RING = 4  # pinned buffers: more than there can be steps in flight
+_RING = 4  # pinned buffers: more than there can be steps in flight, if nobody says how many
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class DeviceBatch:
 class _Layout:
     """Where the parts lie in the buffer that the host fills, in int32 words."""
 
-    def __init__(self, max_rows: int, max_tiles: int):
+    def __init__(self, max_rows: int, max_lines: int, max_tiles: int):
         at = 0
         self.slices: dict[str, slice] = {}
         for name, size in (
@@ -46,8 +46,9 @@ class _Layout:
             ("rows", max_rows),
             ("query_start", max_rows + 1),
             ("line_of", max_rows),
-            ("span_of", max_rows),
-            ("logit_index", max_rows),
+            ("num_drafts", max_rows),
+            ("span_of", max_lines),
+            ("logit_index", max_lines),
             ("tile_span", max_tiles),
             ("tile_first", max_tiles),
         ):
@@ -60,22 +61,34 @@ class DeviceBatchBuilder:
     """Owns the buffers of steps of up to `max_rows` spans and `max_tokens` tokens."""
 
     def __init__(
-        self, table: DeviceTable, max_rows: int, max_tokens: int, tile: int, alone_from: int, device: torch.device
+        self,
+        table: DeviceTable,
+        max_rows: int,
+        max_tokens: int,
+        tile: int,
+        alone_from: int,
+        device: torch.device,
+        most_drafts: int = 0,
+        ring: int = _RING,
     ):
-        """`tile`: queries of a tile of prefill; spans of `alone_from` tokens and more without a prefix have none."""
+        """`tile`: queries of a tile of prefill; spans of `alone_from` tokens and more without a prefix have none.
+        `most_drafts`: of a span; `ring`: more than there can be steps in flight."""
+        max_rows += most_drafts > 0  # steps that verify have one more span, for the padding
         self._table = table
+        self._most_drafts = most_drafts
+        self.max_lines = min(max_tokens, max_rows * (1 + most_drafts))
         self._tile = tile
         self._alone_from = alone_from
         self._device = device
         pinned = device.type == "cuda"
-        layout = _Layout(max_rows, max_rows + -(-max_tokens // tile))
+        layout = _Layout(max_rows, self.max_lines, max_rows + -(-max_tokens // tile))
         self._slices = layout.slices
-        self._pinned = [torch.zeros(layout.size, dtype=torch.int32, pin_memory=pinned) for _ in range(_RING)]
+        self._pinned = [torch.zeros(layout.size, dtype=torch.int32, pin_memory=pinned) for _ in range(ring)]
         self._turn = 0
         self._inbox = torch.zeros(layout.size, dtype=torch.int32, device=device)
         self._sent = np.zeros(0, np.int32)
-        self._patch_pinned = [torch.zeros(0, dtype=torch.int32) for _ in range(_RING)]
-        self._patch_events: list[torch.cuda.Event | None] = [None] * _RING
+        self._patch_pinned = [torch.zeros(0, dtype=torch.int32) for _ in range(ring)]
+        self._patch_events: list[torch.cuda.Event | None] = [None] * ring
         self._patch_turn = 0
         groups = table.view.num_groups
 
@@ -97,14 +110,16 @@ class DeviceBatchBuilder:
         lines = Lines(self._part("span_of", rows), self._part("line_of", rows))
         if key.decodes:
             return DeviceBatch(spans, lines, None, self._block_tables, counts[1:], rows, None, 1)
+        if key.short:
+            lines = Lines(self._part("span_of", tokens), self._part("line_of", rows), self._part("num_drafts", rows))
         num_tiles = rows + -(-tokens // self._tile)
         return DeviceBatch(
             spans=spans,
             lines=lines,
-            logit_index=self._part("logit_index", rows),
+            logit_index=None if key.short else self._part("logit_index", rows),
             block_tables=self._block_tables,
             num_decode_rows=counts[1:],
-            num_decodes=rows,
+            num_decodes=0 if key.short else rows,
             tiles=(self._part("tile_span", num_tiles), self._part("tile_first", num_tiles)),
             longest=tokens,
             mixed=True,
@@ -150,6 +165,10 @@ class DeviceBatchBuilder:
     def _alone(self, plan: StepPlan) -> np.ndarray:
         return (plan.lengths >= self._alone_from) & (plan.starts == 0)
 
+    def is_short(self, plan: StepPlan) -> bool:
+        """All spans are as short as those that verify drafts, and some are longer than one token."""
+        return 1 < int(plan.lengths.max()) <= 1 + self._most_drafts
+
     def send(self, plan: StepPlan, key: GraphKey | None) -> DeviceBatch:
         """Bring a step to the GPU, to run padded to `key`, or as it is."""
         count, lengths, rows = plan.num_spans, plan.lengths, plan.rows
@@ -160,15 +179,11 @@ class DeviceBatchBuilder:
         parts["rows"][:count] = rows
         np.cumsum(lengths, out=starts[1 : count + 1])
         decodes = int(np.argmax(lengths != 1)) if (lengths != 1).any() else count
+        if key is not None and key.short:
+            decodes = 0
         parts["counts"][:] = count, decodes
-        yielding = np.flatnonzero(plan.yields).astype(np.int32)
-        if key is not None and key.decodes:  # every token has a line, whether it is wanted or not
-            yielding = np.arange(count, dtype=np.int32)
-        line_of = np.full(count, -1, np.int32)
-        line_of[yielding] = np.arange(len(yielding))
-        parts["line_of"][:count] = np.where(drawn, line_of, -1)
-        parts["span_of"][: len(yielding)] = yielding
-        parts["logit_index"][: len(yielding)] = starts[yielding + 1] - 1
+        parts["num_drafts"][:count] = np.where(drawn, plan.num_drafts, 0)
+        num_lines = self._lines(plan, key, parts, drawn)
         alone = self._alone(plan)
         tiled = [span for span in range(decodes, count) if not alone[span]]
         tiles = [(span, first) for span in tiled for first in range(0, int(lengths[span]), self._tile)]
@@ -179,10 +194,11 @@ class DeviceBatchBuilder:
             self._upload(words)
             return self.padded_batch(key)
         self._upload(words)
+        drafts = self._part("num_drafts", count) if self._most_drafts else None
         return DeviceBatch(
             spans=self._spans(count, plan.num_tokens),
-            lines=Lines(self._part("span_of", len(yielding)), self._part("line_of", count)),
-            logit_index=self._part("logit_index", len(yielding)),
+            lines=Lines(self._part("span_of", num_lines), self._part("line_of", count), drafts),
+            logit_index=self._part("logit_index", num_lines),
             block_tables=self._block_tables,
             num_decode_rows=self._part("counts", 2)[1:],
             num_decodes=decodes,
@@ -191,12 +207,31 @@ class DeviceBatchBuilder:
             alone=tuple((int(starts[span]), int(starts[span + 1])) for span in np.flatnonzero(alone)),
         )
 
+    def _lines(self, plan: StepPlan, key: GraphKey | None, parts: dict[str, np.ndarray], drawn: np.ndarray) -> int:
+        """Fill in which spans the lines of logits belong to, and which tokens; how many lines there are."""
+        count, starts = plan.num_spans, parts["query_start"]
+        if key is not None and key.decodes:  # every token has a line, whether it is wanted or not
+            parts["span_of"][:count] = number = np.arange(count, dtype=np.int32)
+            parts["line_of"][:count] = np.where(drawn, number, -1)
+            return count
+        every = key is not None and key.short  # the same
+        wanted = plan.lengths if every else np.where(plan.yields, 1 + plan.num_drafts, 0)
+        span_of = np.repeat(np.arange(count, dtype=np.int32), wanted)
+        first = np.cumsum(wanted) - wanted  # line of each span
+        parts["span_of"][: len(span_of)] = span_of
+        within = np.arange(len(span_of)) - first[span_of]
+        parts["logit_index"][: len(span_of)] = (starts[1 : count + 1] - wanted)[span_of] + within
+        # what is drawn counts from a span's last known token on
+        counted = first + (plan.lengths - 1 - plan.num_drafts if every else 0)
+        parts["line_of"][:count] = np.where(drawn, counted, -1)
+        return len(span_of)
+
     def _upload(self, words: np.ndarray) -> None:
         if np.array_equal(words, self._sent):  # the same rows once more
             return
         self._sent = words
         pinned = self._pinned[self._turn]
-        self._turn = (self._turn + 1) % _RING
+        self._turn = (self._turn + 1) % len(self._pinned)
         pinned.numpy()[:] = words
         self._inbox.copy_(pinned, non_blocking=True)
 
@@ -208,7 +243,7 @@ class DeviceBatchBuilder:
         segments, words = taken
         size = segments.size + len(words)
         turn = self._patch_turn
-        self._patch_turn = (turn + 1) % _RING
+        self._patch_turn = (turn + 1) % len(self._patch_pinned)
         if (event := self._patch_events[turn]) is not None:
             event.synchronize()
         if self._patch_pinned[turn].shape[0] < size:

@@ -3,15 +3,16 @@
     plan -> table and patches -> batch -> [inputs -> attention metadata -> forward -> logits -> draw -> table] -> result
 
 What stands in brackets runs on the GPU alone, reads the request table there and writes back into it, so the next step
-can be sent before this one's tokens are known; a decode step is one graph. Rows with options that no kernel knows are
-drawn for on the host by the sampler of the CPU engine, and their steps are waited for.
+can be sent before this one's tokens are known; a decode step is one graph, and so is one that verifies drafts. Rows
+with options that no kernel knows are drawn for on the host by the sampler of the CPU engine, and their steps are waited
+for; so are all steps of an engine that speculates (worker/device_speculation.py).
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -28,6 +29,7 @@ from headrace.sampling.sampler import DAMAGED, Sampled, Sampler
 from headrace.sampling.state import SamplingBatch
 from headrace.worker.device_batch import DeviceBatch, DeviceBatchBuilder
 from headrace.worker.device_cache import DeviceKVCache
+from headrace.worker.device_speculation import Speculation
 from headrace.worker.device_table import DeviceTable
 from headrace.worker.graphs import GraphKey, GraphLauncher
 
@@ -38,7 +40,7 @@ _RING = 4  # results on their way to the host: more than there can be steps in f
 class _Slot:
     """Where a step's result lands on the host."""
 
-    drawn: torch.Tensor  # int32 [max rows], pinned
+    drawn: torch.Tensor  # int32 [max rows, 1 + most drafts], pinned; of a span with d drafts the first 1 + d count
     started: torch.cuda.Event | None
     finished: torch.cuda.Event | None
 
@@ -67,17 +69,23 @@ class PendingStep:
             if self._observe is not None:
                 self._observe(self._prepare, waited)
         plan = self._plan
-        drawn = slot.drawn.numpy()[: plan.num_spans].tolist()
-        tokens = [[token] if yields and token >= 0 else [] for token, yields in zip(drawn, self._yielding, strict=True)]
+        drawn = slot.drawn.numpy()[: plan.num_spans]
+        first = drawn[:, 0].tolist()
+        tokens = [[token] if yields and token >= 0 else [] for token, yields in zip(first, self._yielding, strict=True)]
         errors = {
             index: DAMAGED
-            for index, (token, yields) in enumerate(zip(drawn, self._yielding, strict=True))
+            for index, (token, yields) in enumerate(zip(first, self._yielding, strict=True))
             if yields and token < 0
         }
+        for index in np.flatnonzero(plan.num_drafts * self._yielding).tolist():
+            told = drawn[index, : 1 + plan.num_drafts[index]].tolist()
+            tokens[index] = told[: told.index(-1)] if -1 in told else told
+            if index in errors:
+                tokens[index] = []
         return StepResult(
             plan.step_id,
             tokens=tokens,
-            num_accepted=[0] * plan.num_spans,
+            num_accepted=[max(0, len(each) - 1) for each in tokens],
             errors=errors,
             # what of sending it the GPU did not hide: where there is any, the host is what bounds the step
             times=StageTimes(prepare=max(0.0, self._prepare - waited), forward=waited),
@@ -106,7 +114,12 @@ class DeviceRunner:
         sampler: Sampler,
         max_tokens: int,
         graphs: bool,
+        speculation: Speculation | None = None,
+        most_drafts: int = 0,
+        ring: int = _RING,
     ):
+        """`most_drafts`: of a span. Steps of spans no longer than 1 + these have graphs of their own. `ring`: more than
+        there can be steps in flight."""
         self._model, self._cache, self._table, self._backend, self._sampler = model, cache, table, backend, sampler
         self._layers = model.attention_layers
         device = table.view.words.device
@@ -114,20 +127,29 @@ class DeviceRunner:
         layer = self._layers[0]
         tile = prefill_tile(HeadShape(layer.num_heads, layer.num_kv_heads, layer.head_dim))
         alone_from = backend.alone_from(self._layers, cache.dtype)
-        self._builder = DeviceBatchBuilder(table, max_rows, max_tokens, tile, alone_from, device)
-        self._drawn = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        self._speculation = speculation
+        self._builder = DeviceBatchBuilder(
+            table, max_rows, max_tokens, tile, alone_from, device, most_drafts=most_drafts, ring=ring
+        )
+        self._drawn = torch.zeros((max_rows, 1 + most_drafts), dtype=torch.int32, device=device)
+        self._features: torch.Tensor | None = None  # [max tokens, F] of the step that ran last, where one asks for them
         on_gpu = device.type == "cuda"
         self._slots = [
             _Slot(
-                torch.zeros(max_rows, dtype=torch.int32, pin_memory=on_gpu),
+                torch.zeros((max_rows, 1 + most_drafts), dtype=torch.int32, pin_memory=on_gpu),
                 torch.cuda.Event(enable_timing=True) if on_gpu else None,
                 torch.cuda.Event(enable_timing=True) if on_gpu else None,
             )
-            for _ in range(_RING)
+            for _ in range(ring)
         ]
         self._turn = 0
         self._logits: torch.Tensor | None = None  # of the step that runs, for rows drawn on the host
-        self.launcher = GraphLauncher(self._padded, self._builder.idle, max_rows, max_tokens, graphs, on_gpu)
+        if speculation is not None and speculation.wants_features:
+            self._features = self._space_of_features(max_tokens)
+        self.launcher = GraphLauncher(
+            self._padded, self._builder.idle, max_rows, max_tokens, graphs, on_gpu,
+            most_short=self._builder.max_lines if most_drafts else 0,
+        )  # fmt: skip
         self.launcher.prepare()
 
     @torch.inference_mode()
@@ -135,17 +157,18 @@ class DeviceRunner:
         """Send one step; its result can be waited for."""
         started = time.perf_counter()
         table = self._table
+        if self._speculation is not None:
+            self._speculation.release(plan.released)
         table.apply(plan)
+        if self._speculation is not None:
+            self._speculation.send_drafts(plan)
         self._cache.copy_blocks(plan.block_copies)
-        rows = plan.rows
-        hosted = table.hosted[rows]
+        hosted = table.hosted[plan.rows]
         slot = self._slots[self._turn]
-        self._turn = (self._turn + 1) % _RING
-        warm = bool(table.warm[rows].any())
-        cut = warm and bool(table.cut[rows].any())
-        could = None  # the graph that might have served
-        if not hosted.any() and self._builder.may_be_padded(plan):
-            could = self.launcher.pick(plan.num_spans, plan.num_tokens, warm, cut)
+        self._turn = (self._turn + 1) % len(self._slots)
+        warm = bool(table.warm[plan.rows].any())
+        cut = warm and bool(table.cut[plan.rows].any())
+        could = None if hosted.any() else self._pick(plan, warm, cut)  # the graph that might serve
         key = could if could is not None and self.launcher.serves(could) else None
         self._flush_patches()
         batch = self._builder.send(plan, key)
@@ -159,17 +182,42 @@ class DeviceRunner:
         slot.drawn[: plan.num_spans].copy_(self._drawn[: plan.num_spans], non_blocking=True)
         if slot.finished is not None:
             slot.finished.record()
-        table.advance(plan)
         missed = None if could is None or key is not None else partial(self.launcher.observe, could)
         pending = PendingStep(plan, slot, plan.yields & ~hosted, time.perf_counter() - started, missed)
-        if hidden is None or not hosted.any():
-            return pending
-        return FinishedStep(self._finish_on_host(plan, hosted, hidden, pending))
+        if self._speculation is None:
+            table.advance(plan)
+            if not hosted.any():
+                return pending
+        drawn_here = None if hidden is None or not hosted.any() else self._draw_on_host(plan, hosted, hidden)
+        result = pending.result() if drawn_here is None else _merged(pending.result(), *drawn_here)
+        if self._speculation is not None:
+            result = self._speculation.finish(plan, result, self._features)
+        else:
+            for span in np.flatnonzero(hosted & plan.yields).tolist():
+                for token in result.tokens[span]:
+                    table.commit_hosted(int(plan.rows[span]), token)
+        self._flush_patches()  # before a row may change hands
+        return FinishedStep(result)
+
+    def _pick(self, plan: StepPlan, warm: bool, cut: bool) -> GraphKey | None:
+        """The graph that a step without hosted rows might run under."""
+        if not self._builder.may_be_padded(plan):
+            return None
+        if self._builder.is_short(plan):
+            return self.launcher.pick_short(plan.num_spans, plan.num_tokens, warm, cut)
+        if plan.num_drafts.any():
+            return None
+        return self.launcher.pick(plan.num_spans, plan.num_tokens, warm, cut)
 
     def close(self) -> None:
         """Give the graphs, the cache and the model back, whoever still holds this runner."""
         self.launcher.clear()
         del self._model, self._cache, self._backend, self._logits
+
+    def _space_of_features(self, max_tokens: int) -> torch.Tensor:
+        model, words = self._model, self._table.view.words
+        size = model.spec.hidden_size * max(1, len(model.taps))
+        return torch.zeros((max_tokens, size), dtype=self._cache.dtype, device=words.device)
 
     def _flush_patches(self) -> None:
         if (patches := self._builder.take_patches()) is not None:
@@ -185,6 +233,8 @@ class DeviceRunner:
         metas = [self._backend.plan(batch, g, group) for g, group in enumerate(cache.layout.groups)]
         attend = StepAttention(self._backend, cache, metas, self._layers)
         hidden = self._model.forward(batch.spans.token_ids, batch.spans.positions, attend)
+        if self._features is not None:
+            self._features[: hidden.shape[0]].copy_(self._model.features(hidden))
         wanted = hidden if batch.logit_index is None else hidden[batch.logit_index]
         self._logits = self._model.logits(wanted) if wanted.shape[0] else hidden.new_zeros((0, 1), dtype=torch.float32)
         draw_and_commit(view, batch.spans, batch.lines, self._logits, warm, cut, self._drawn)
@@ -192,45 +242,26 @@ class DeviceRunner:
 
     # -- rows that the host draws for
 
-    def _finish_on_host(
-        self, plan: StepPlan, hosted: np.ndarray, hidden: torch.Tensor, pending: PendingStep
-    ) -> StepResult:
+    def _draw_on_host(
+        self, plan: StepPlan, hosted: np.ndarray, hidden: torch.Tensor
+    ) -> tuple[Sampled, dict[int, list[TokenLogprobs]]]:
+        """What the CPU engine's sampler draws for the hosted rows of a step that ran unpadded, and their prompts'
+        logprobs."""
         assert self._logits is not None
         table = self._table.host
-        yielding = np.flatnonzero(plan.yields)
-        mine = np.flatnonzero(hosted[yielding])  # lines of logits
-        spans = yielding[mine].astype(np.int32)
+        wanted = np.where(plan.yields, 1 + plan.num_drafts, 0)
+        span_of = np.repeat(np.arange(plan.num_spans, dtype=np.int32), wanted)
+        within = np.arange(len(span_of)) - np.repeat(np.cumsum(wanted) - wanted, wanted)
+        mine = np.flatnonzero(hosted[span_of])  # lines of logits
+        spans, within = span_of[mine], within[mine]
         rows = plan.rows[spans]
         logits = self._logits[torch.from_numpy(mine).to(hidden.device)].float().cpu().numpy()
-        batch = SamplingBatch(table.sampling, rows, table.num_tokens[rows], table.token_ids)
-        sampled = self._sampler.sample(logits, batch, spans, plan.num_spans, np.full(len(spans), -1, np.int32))
-        prompt_logprobs = self._prompt_logprobs(plan, hidden)
-        result = pending.result()
-        return self._merge(plan, result, sampled, prompt_logprobs)
-
-    def _merge(
-        self,
-        plan: StepPlan,
-        result: StepResult,
-        sampled: Sampled,
-        prompt_logprobs: dict[int, list[TokenLogprobs]],
-    ) -> StepResult:
-        tokens = list(result.tokens)
-        for span in np.flatnonzero(sampled.counts).tolist():
-            tokens[span] = [int(sampled.tokens[span, 0])]
-            self._table.commit_hosted(int(plan.rows[span]), tokens[span][0])
-        self._flush_patches()
-        damaged = {span: DAMAGED for span, entries in prompt_logprobs.items() if not all(entries)}
-        return StepResult(
-            plan.step_id,
-            tokens=tokens,
-            num_accepted=result.num_accepted,
-            candidates=sampled.candidates,
-            errors={**result.errors, **damaged, **sampled.errors},
-            times=result.times,
-            logprobs=sampled.logprobs,
-            prompt_logprobs=prompt_logprobs,
-        )
+        positions = table.num_tokens[rows] + within
+        last = within == plan.num_drafts[spans]
+        drafts = np.where(last, -1, table.token_ids[rows, np.where(last, 0, positions)]).astype(np.int32)
+        batch = SamplingBatch(table.sampling, rows, positions, table.token_ids)
+        sampled = self._sampler.sample(logits, batch, spans, plan.num_spans, drafts)
+        return sampled, self._prompt_logprobs(plan, hidden)
 
     def _prompt_logprobs(self, plan: StepPlan, hidden: torch.Tensor) -> dict[int, list[TokenLogprobs]]:
         """By span, of the prompt tokens that follow its tokens."""
@@ -253,3 +284,20 @@ class DeviceRunner:
             logits = self._model.logits(hidden[chosen]).float().cpu().numpy()
             entries += token_logprobs(logits, tokens[part], counts[part])
         return by_span(span_of[index], entries)
+
+
+def _merged(result: StepResult, sampled: Sampled, prompt_logprobs: dict[int, list[TokenLogprobs]]) -> StepResult:
+    """What the GPU drew and what the host drew, as one result."""
+    tokens = list(result.tokens)
+    for span in np.flatnonzero(sampled.counts).tolist():
+        tokens[span] = sampled.tokens[span, : sampled.counts[span]].tolist()
+    damaged = {span: DAMAGED for span, entries in prompt_logprobs.items() if not all(entries)}
+    return replace(
+        result,
+        tokens=tokens,
+        num_accepted=[max(0, len(each) - 1) for each in tokens],
+        candidates=sampled.candidates,
+        errors={**result.errors, **damaged, **sampled.errors},
+        logprobs=sampled.logprobs,
+        prompt_logprobs=prompt_logprobs,
+    )

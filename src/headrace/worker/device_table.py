@@ -2,7 +2,8 @@
 
 The GPU's table is what steps read and write: with steps in flight only it knows a row's last token. The host sends
 changes as patches (ops/triton/step.py). The copy here is right for rows that the host draws for, whose steps are never
-in flight; of the others it holds what they were admitted with.
+in flight, and for all rows of an engine that speculates, which waits for every step; of others it holds what they were
+admitted with.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from headrace.ops.triton.step import (
     MIN_P,
     RECORD,
     SEED,
+    SHIFT,
     TEMPERATURE,
     TOP_K,
     TOP_P,
@@ -95,8 +97,21 @@ class DeviceTable:
         at = min(int(host.num_tokens[row]), self.view.max_len - 1)
         host.token_ids[row, at] = token
         host.num_tokens[row] += 1
-        self.patches.add(self.view.tokens_at + row * self.view.max_len + at, host.token_ids[row, at : at + 1].copy())
+        self.send_tokens(row, at, at + 1)
         self.patches.add(row * RECORD + KNOWN, host.num_tokens[row : row + 1].copy())
+
+    def send_tokens(self, row: int, first: int, end: int) -> None:
+        """The GPU learns tokens first .. end-1 of a row, as the host has them, with the next patches."""
+        if end > first:
+            words = self.host.token_ids[row, first:end].copy()
+            self.patches.add(self.view.tokens_at + row * self.view.max_len + first, words)
+
+    def send_progress(self, row: int, shift: int = 0) -> None:
+        """The GPU learns how many tokens of a row are known and computed, and its `shift` (ops/triton/step.py)."""
+        host = self.host
+        self.patches.add(row * RECORD + KNOWN, np.array([host.num_tokens[row], host.num_computed[row]], np.int32))
+        if shift:
+            self.patches.add(row * RECORD + SHIFT, np.array([shift], np.int32))
 
     def _classify(self, admit: Admit) -> None:
         row, params, sampling = admit.row, admit.params, self.host.sampling

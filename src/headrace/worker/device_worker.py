@@ -22,8 +22,11 @@ from headrace.sampling.grammar import GrammarCompiler, GrammarTokens
 from headrace.sampling.sampler import Sampler
 from headrace.sampling.stages import default_stages
 from headrace.worker.device_cache import DeviceKVCache
+from headrace.worker.device_drafting import make_device_proposer
 from headrace.worker.device_runner import DeviceRunner, FinishedStep, PendingStep
+from headrace.worker.device_speculation import Speculation
 from headrace.worker.device_table import DeviceTable
+from headrace.worker.drafting import DraftSource
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -51,10 +54,10 @@ class DeviceWorker:
         attention_backend: str | None = None,
         grammars: GrammarCompiler | None = None,
         device: torch.device | None = None,
+        draft: DraftSource | None = None,
     ):
-        """Without `grammars` no request may have one. Raises ValueError where the model needs what GPUs lack here."""
-        if spec.moe is not None:
-            raise ValueError(f"{spec.family} models have experts, which do not run on GPUs yet; use device=cpu")
+        """Without `grammars` no request may have one. `draft`: the model that drafts, if the configuration has one.
+        Raises ValueError where the model needs what GPUs lack here."""
         device = device or torch.device("cuda", torch.cuda.current_device())
         dtype = DTYPES[config.dtype]
         scheme = bind_cuda(device, dtype)
@@ -71,14 +74,20 @@ class DeviceWorker:
             assert isinstance(backend, TritonAttention)
             self.attention_backend = backend.name
             backend.reserve(layout.groups, spec.num_heads, config.max_num_seqs, device)
+            table = DeviceTable(
+                config.max_num_seqs, config.max_model_len, len(layout.groups), layout.block_size, device
+            )
+            self.proposer = make_device_proposer(config, self.model, scheme, draft, device)
             self._runner = DeviceRunner(
                 self.model,
                 DeviceKVCache(layout, dtype, device),
-                DeviceTable(config.max_num_seqs, config.max_model_len, len(layout.groups), layout.block_size, device),
+                table,
                 backend,
                 Sampler(default_stages([GrammarTokens(grammars)] if grammars is not None else [])),
                 config.max_num_batched_tokens,
                 graphs=config.graphs,
+                speculation=Speculation(table, self.proposer, config.max_draft_tokens) if config.proposers else None,
+                most_drafts=config.max_draft_tokens if config.proposers else 0,
             )
 
     def execute(self, plan: StepPlan) -> PendingStep | FinishedStep:
@@ -88,7 +97,7 @@ class DeviceWorker:
     def stop(self) -> None:
         """Let go of the model, the cache and the graphs."""
         self._runner.close()
-        del self._runner, self.model
+        del self._runner, self.model, self.proposer
         gc.collect()  # graphs and the runner know each other
         if torch.cuda.is_available():
             torch.cuda.synchronize()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from headrace.attention.select import select_backend
@@ -95,13 +96,19 @@ def make_proposer(
             residual=config.verify == "residual",
         )
 
+    return combine(config, make_draft_model)
+
+
+def combine(config: EngineConfig, make_network: Callable[[], Proposer]) -> CombinedProposer:
+    """All of config.proposers, in that order; `make_network` makes the one that runs a network, if there is one."""
+
     def make(name: str) -> Proposer:
         if name == "suffix":
             return SuffixProposer(config.max_draft_tokens, config.suffix_tokens)
         if name == "ngram":
             return NgramProposer(config.max_draft_tokens)
         if name in NETWORKS:
-            return make_draft_model()
+            return make_network()
         if name == "synthetic":
             return SyntheticProposer(config.max_draft_tokens)
         raise ValueError(f"no proposer is called {name}")

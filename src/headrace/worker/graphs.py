@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+# tokens of steps of short spans, as those that verify drafts: a quarter more from one to the next
+SHORT = (2, 3, 4, 5, 6, 8, 10, 12, 15, 18, 22, 27, 33, 41, 51, 64, 80, 100, 125, 156, 195, 244, 305, 381, 476)
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 TOKENS = (64, 128, 192, 256, 384, 512, 768, 1024, 1280, 1536, 1792, 2048)  # of mixed steps; larger ones bind the GPU
 AT_START = 16  # rows up to which graphs are captured before the first request, where they save the most
@@ -31,11 +33,12 @@ class GraphKey:
     num_tokens: int  # padded; of a decode step as many as rows
     warm: bool  # rows may have a temperature
     cut: bool  # rows may have top_k, top_p or min_p
+    short: bool = False  # spans are short and may end in drafts: every token has a line of logits
 
     @property
     def decodes(self) -> bool:
         """Every span has one token."""
-        return self.num_tokens == self.num_rows
+        return self.num_tokens == self.num_rows and not self.short
 
 
 @dataclass
@@ -60,14 +63,18 @@ class GraphLauncher:
         max_tokens: int,
         enabled: bool,
         capturing: bool,
+        most_short: int = 0,
     ):
-        """`idle(key)` makes what follows a step of padding only. Not `capturing`: bodies run padded, to be tested."""
+        """`idle(key)` makes what follows a step of padding only. Not `capturing`: bodies run padded, to be tested.
+        `most_short`: tokens of the largest step of short spans, 0 if there are none."""
         self._body, self._idle = body, idle
         self._rows = [size for size in ROWS if size < max_rows] + [max_rows]
         self._tokens = [size for size in TOKENS if size < max_tokens] + [max_tokens] * (max_tokens <= TOKENS[-1])
         self._graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
         self._hits: dict[GraphKey, int] = {}
         self._pool: Any = None  # memory that all graphs share
+        self._short = [size for size in SHORT if size < most_short]
+        self._short += [most_short] * (0 < most_short <= SHORT[-1])
         self._capturing = capturing
         self._capturing_failed: str | None = None
         self.enabled = enabled
@@ -85,6 +92,15 @@ class GraphLauncher:
         tokens = next((size for size in self._tokens if size >= max(num_tokens, rows + 1)), 0)
         return GraphKey(rows, tokens, warm, cut) if rows and tokens else None
 
+    def pick_short(self, num_rows: int, num_tokens: int, warm: bool, cut: bool) -> GraphKey | None:
+        """The same for a step of short spans, which may have drafts to verify."""
+        if not self.enabled:
+            return None
+        rows = next((size for size in self._rows if size >= num_rows), 0)
+        tokens = next((size for size in self._short if size >= num_tokens), 0)
+        # and one span that takes the tokens left over
+        return GraphKey(rows + 1, tokens, warm, cut, True) if rows and tokens else None
+
     def prepare(self) -> None:
         """Capture the graphs of small greedy decode steps."""
         if self.enabled and self._capturing:
@@ -99,7 +115,7 @@ class GraphLauncher:
             return True
         if self._capturing_failed is not None:
             return False
-        if key.decodes:
+        if key.decodes or key.short:
             self._hits[key] = self._hits.get(key, 0) + 1
         if self._hits.get(key, 0) < HITS_TO_CAPTURE or not self._capture(key):
             self.counts.eager += 1
@@ -108,7 +124,7 @@ class GraphLauncher:
 
     def observe(self, key: GraphKey, sent: float, ran: float) -> None:
         """A mixed step that a graph could have served took the host `sent` seconds to send, the GPU `ran` to run."""
-        if not key.decodes and sent > HOST_BOUND * ran:
+        if not (key.decodes or key.short) and sent > HOST_BOUND * ran:
             self._hits[key] = self._hits.get(key, 0) + 1
 
     def run(self, key: GraphKey, num_tokens: int) -> None:

@@ -17,8 +17,9 @@ import triton.language as tl
 from headrace.ops.triton.runtime import kernel, launch_options, power_of_two
 from headrace.ops.triton.thresholds import find_thresholds
 
-# words of a row's record; temperature, top_p and min_p are float32 bits, seed and choice are 64-bit in two words
-KNOWN, COMPUTED, TEMPERATURE, TOP_K, TOP_P, MIN_P, SEED, CHOICE = 0, 1, 2, 3, 4, 5, 6, 8
+# words of a row's record; temperature, top_p and min_p are float32 bits, seed and choice are 64-bit in two words. SHIFT
+# is what a token's position is beyond its place in the row's tokens, for rows that hold the end of a sequence only.
+KNOWN, COMPUTED, TEMPERATURE, TOP_K, TOP_P, MIN_P, SEED, CHOICE, SHIFT = 0, 1, 2, 3, 4, 5, 6, 8, 10
 RECORD = 16
 
 
@@ -76,9 +77,9 @@ def _build(
 
 @kernel
 def _chunk_best(
-    logits, values, tokens, vocab, chunk, num_chunks, table, rows, spans, bounds, thresholds,
+    logits, values, tokens, vocab, chunk, num_chunks, table, rows, spans, line_of, bounds, thresholds,
     RECORD: tl.constexpr, TEMPERATURE: tl.constexpr, SEED: tl.constexpr, CHOICE: tl.constexpr, KNOWN: tl.constexpr,
-    WARM: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    SHIFT: tl.constexpr, WARM: tl.constexpr, DRAFTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     line, piece = tl.program_id(0), tl.program_id(1)
     if PDL:
@@ -90,6 +91,9 @@ def _chunk_best(
         row = tl.load(rows + tl.load(spans + line)).to(tl.int64)
         record = table + row * RECORD
         temperature = tl.load(record + TEMPERATURE).to(tl.float32, bitcast=True)
+        position = tl.load(record + KNOWN) + tl.load(record + SHIFT)
+        if DRAFTS:
+            position += line - tl.load(line_of + tl.load(spans + line))
     top = float("-inf")
     winner = 2147483647
     damaged = 0
@@ -105,7 +109,7 @@ def _chunk_best(
                 value = tl.where(value >= tl.load(thresholds + line), value, float("-inf"))
                 seed_low = tl.load(record + SEED).to(tl.uint32, bitcast=True)
                 seed_high = tl.load(record + SEED + 1).to(tl.uint32, bitcast=True)
-                c1 = tl.load(record + KNOWN).to(tl.uint32) + tl.zeros((BLOCK,), tl.uint32)
+                c1 = position.to(tl.uint32) + tl.zeros((BLOCK,), tl.uint32)
                 c2 = tl.load(record + CHOICE).to(tl.uint32, bitcast=True) + tl.zeros((BLOCK,), tl.uint32)
                 c0 = (token >> 2).to(tl.uint32)
                 c3 = tl.zeros((BLOCK,), tl.uint32)
@@ -143,40 +147,57 @@ def _best_of_chunks(values, tokens, bounds, num_chunks, WIDTH: tl.constexpr, PDL
 
 @kernel
 def _commit(
-    table, rows, query_start, num_rows, line_of, greedy_values, greedy_tokens, warm_values, warm_tokens, num_chunks,
-    tokens_at, tokens_stride, limit, drawn,
+    table, rows, query_start, num_rows, line_of, num_drafts, greedy_values, greedy_tokens, warm_values, warm_tokens,
+    num_chunks, tokens_at, tokens_stride, limit, drawn, drawn_stride,
     RECORD: tl.constexpr, KNOWN: tl.constexpr, COMPUTED: tl.constexpr, TEMPERATURE: tl.constexpr,
-    WARM: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
+    WARM: tl.constexpr, DRAFTS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     span = tl.program_id(0)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     if span < tl.load(num_rows):
-        record = table + tl.load(rows + span).to(tl.int64) * RECORD
+        row = tl.load(rows + span).to(tl.int64)
+        record = table + row * RECORD
         length = tl.load(query_start + span + 1) - tl.load(query_start + span)
-        tl.store(record + COMPUTED, tl.load(record + COMPUTED) + length)
         line = tl.load(line_of + span)
+        drafts = 0
+        if DRAFTS:
+            drafts = tl.load(num_drafts + span)
+        kept = length  # tokens of the span that stand
         if line >= 0:
+            known = tl.load(record + KNOWN)
             index = tl.arange(0, WIDTH)
             mask = index < num_chunks
-            place = line * num_chunks + index
-            value = tl.load(greedy_values + place, mask=mask, other=float("-inf"))
-            token = tl.load(greedy_tokens + place, mask=mask, other=2147483647)
-            damaged = tl.min(token, axis=0) < 0
-            if WARM:  # noqa: SIM102  (a constant of the kernel: what follows it may not exist)
-                if tl.load(record + TEMPERATURE).to(tl.float32, bitcast=True) > 0.0:
-                    value = tl.load(warm_values + place, mask=mask, other=float("-inf"))
-                    token = tl.load(warm_tokens + place, mask=mask, other=2147483647)
-            top = tl.max(value, axis=0)
-            winner = tl.min(tl.where(value == top, token, 2147483647), axis=0)
-            winner = tl.where(damaged | (top == float("-inf")), -2, winner)
-            known = tl.load(record + KNOWN)
-            at = tl.minimum(known, limit - 1)
-            row = tl.load(rows + span).to(tl.int64)
-            tl.store(table + tokens_at + row * tokens_stride + at, tl.maximum(winner, 0))
-            tl.store(record + KNOWN, known + 1)
-            tl.store(drawn + span, winner)
+            count = 0
+            going = 1  # every draft so far was the token drawn
+            for step in tl.range(0, drafts + 1):
+                if going > 0:
+                    place = (line + step) * num_chunks + index
+                    value = tl.load(greedy_values + place, mask=mask, other=float("-inf"))
+                    token = tl.load(greedy_tokens + place, mask=mask, other=2147483647)
+                    damaged = tl.min(token, axis=0) < 0
+                    if WARM:  # noqa: SIM102  (a constant of the kernel: what follows it may not exist)
+                        if tl.load(record + TEMPERATURE).to(tl.float32, bitcast=True) > 0.0:
+                            value = tl.load(warm_values + place, mask=mask, other=float("-inf"))
+                            token = tl.load(warm_tokens + place, mask=mask, other=2147483647)
+                    top = tl.max(value, axis=0)
+                    winner = tl.min(tl.where(value == top, token, 2147483647), axis=0)
+                    winner = tl.where(damaged | (top == float("-inf")), -2, winner)
+                    there = table + tokens_at + row * tokens_stride + tl.minimum(known + step, limit - 1)
+                    draft = tl.load(there)
+                    # where nothing can be drawn behind an accepted draft the span ends: the next step meets it first
+                    if (winner >= 0) | (step == 0):
+                        tl.store(there, tl.maximum(winner, 0))
+                        tl.store(drawn + span * drawn_stride + step, winner)
+                        count += 1
+                    going = ((winner >= 0) & (winner == draft)).to(tl.int32)
+            if DRAFTS:  # noqa: SIM102
+                if count <= drafts:
+                    tl.store(drawn + span * drawn_stride + count, -1)
+            tl.store(record + KNOWN, known + count)
+            kept = length - (drafts + 1 - count)
+        tl.store(record + COMPUTED, tl.load(record + COMPUTED) + kept)
 
 
 _CHUNKS = 32  # most pieces that a line of logits is searched in
@@ -250,7 +271,8 @@ class Lines:
     """The lines of logits of a step: which span each belongs to, and the other way round."""
 
     span_of: torch.Tensor  # int32 [L]
-    line_of: torch.Tensor  # int32 [R]  -1: the span yields no token
+    line_of: torch.Tensor  # int32 [R]  the first line whose token counts; -1: the span yields no token
+    num_drafts: torch.Tensor | None = None  # int32 [R]  drafts of each span, judged by its lines; None: nowhere any
 
 
 def draw_and_commit(
@@ -260,6 +282,11 @@ def draw_and_commit(
 
     `warm`: some row may have a temperature; `cut`: some may have top_k, top_p or min_p. `drawn` int32 [R] gets the
     tokens; -2 where the logits are not finite. What is drawn is what sampling/sampler.py defines.
+
+    With drafts, which lie in the table behind a row's known tokens, a span of d drafts has 1 + d lines from its
+    `line_of` on. Its tokens are those drawn, up to the first that is not the draft there; the row's progress is set
+    back by the drafts that were refused. `drawn` is int32 [R, 1 + most drafts] then, and -1 follows a span's last token
+    where it has fewer than 1 + d.
     """
     count, vocab = logits.shape
     device = logits.device
@@ -270,9 +297,10 @@ def draw_and_commit(
     tokens = torch.empty((2, max(count, 1), num_chunks), dtype=torch.int32, device=device)
     bounds = thresholds = values
     places = {"RECORD": RECORD, "TEMPERATURE": TEMPERATURE}
-    noise = {"SEED": SEED, "CHOICE": CHOICE, "KNOWN": KNOWN}
+    drafts = lines.num_drafts is not None
+    noise = {"SEED": SEED, "CHOICE": CHOICE, "KNOWN": KNOWN, "SHIFT": SHIFT, "DRAFTS": drafts}
     grid = (count, num_chunks)
-    common = (vocab, chunk, num_chunks, view.words, spans.rows, lines.span_of)
+    common = (vocab, chunk, num_chunks, view.words, spans.rows, lines.span_of, lines.line_of)
     if count:
         _chunk_best[grid](
             logits, values[0], tokens[0], *common, bounds, thresholds, **places, **noise, WARM=False, BLOCK=1024,
@@ -293,8 +321,9 @@ def draw_and_commit(
             **launch_options(num_warps=4),
         )  # fmt: skip
     _commit[(spans.rows.shape[0],)](
-        view.words, spans.rows, spans.query_start, spans.num_rows, lines.line_of, values[0], tokens[0], values[1],
-        tokens[1], num_chunks, view.tokens_at, view.max_len, view.max_len, drawn,
-        RECORD=RECORD, KNOWN=KNOWN, COMPUTED=COMPUTED, TEMPERATURE=TEMPERATURE, WARM=warm, WIDTH=width,
+        view.words, spans.rows, spans.query_start, spans.num_rows, lines.line_of,
+        lines.line_of if lines.num_drafts is None else lines.num_drafts, values[0], tokens[0], values[1], tokens[1],
+        num_chunks, view.tokens_at, view.max_len, view.max_len, drawn, drawn.stride(0),
+        RECORD=RECORD, KNOWN=KNOWN, COMPUTED=COMPUTED, TEMPERATURE=TEMPERATURE, WARM=warm, DRAFTS=drafts, WIDTH=width,
         **launch_options(num_warps=1),
     )  # fmt: skip

@@ -1,0 +1,101 @@
+"""Speculation on a GPU: what the host does between two steps of an engine that drafts.
+
+The GPU verifies (ops/triton/step.py): it draws at every position of a span, keeps the drafts that equal what it drew
+and sets the row back by the others. Where drafts come from is decided here, and that needs the tokens: a step of such
+an engine is waited for, the host's table takes in what came of it, proposers are asked, and the drafts that the next
+step verifies go over with its patches, into the table behind the known tokens of their rows.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from headrace.core.plan import StepPlan, StepResult
+from headrace.sampling.sampler import Sampled
+from headrace.spec.base import DraftContext, StepFeatures
+from headrace.spec.combined import CombinedProposer
+from headrace.worker.device_table import DeviceTable
+
+
+class Speculation:
+    """Keeps the host's table and asks the proposers."""
+
+    def __init__(self, table: DeviceTable, proposer: CombinedProposer, most_drafts: int):
+        """`most_drafts`: of a row in one step."""
+        self._table = table
+        self.proposer = proposer
+        self.most_drafts = most_drafts
+
+    @property
+    def wants_features(self) -> bool:
+        """Whether a proposer continues the model's features."""
+        return self.proposer.wants_features
+
+    def release(self, rows: Sequence[int]) -> None:
+        """These rows' sequences are over; to be called before the table takes in the next plan."""
+        self.proposer.release(rows)
+
+    def send_drafts(self, plan: StepPlan) -> None:
+        """The GPU learns the drafts that a step verifies with its patches."""
+        num_tokens = self._table.host.num_tokens
+        for span in np.flatnonzero(plan.num_drafts).tolist():
+            row = int(plan.rows[span])
+            self._table.send_tokens(row, int(num_tokens[row]), int(num_tokens[row] + plan.num_drafts[span]))
+
+    def finish(self, plan: StepPlan, result: StepResult, features: torch.Tensor | None) -> StepResult:
+        """Take in what a step brought, and add to it what is drafted for the next. `features` [T, F]: what the model
+        made of the step's tokens."""
+        self.proposer.admit(plan.admits)
+        started = time.perf_counter()
+        starts = self._table.host.num_computed[plan.rows].copy()
+        self._commit(plan, result)
+        num_drafts, sources = self._propose(plan, starts, features)
+        return replace(
+            result,
+            num_drafts=num_drafts,
+            draft_sources=sources,
+            draft_passes=self.proposer.passes(),
+            dropped=self.proposer.dropped(),
+            times=replace(result.times, draft=time.perf_counter() - started),
+        )
+
+    def _commit(self, plan: StepPlan, result: StepResult) -> None:
+        table, host = self._table, self._table.host
+        counts = np.array([len(each) for each in result.tokens], np.int32)
+        tokens = np.full((plan.num_spans, max(1, int(counts.max(initial=0)))), -1, np.int32)
+        for span in np.flatnonzero(counts).tolist():
+            tokens[span, : counts[span]] = result.tokens[span]
+        known = host.num_tokens[plan.rows].copy()
+        host.commit(plan, Sampled(tokens, counts, {}))
+        for span in np.flatnonzero(table.hosted[plan.rows]).tolist():  # the GPU has the others' already
+            row = int(plan.rows[span])
+            table.send_tokens(row, int(known[span]), min(int(host.num_tokens[row]), table.view.max_len))
+            table.send_progress(row)
+
+    def _propose(self, plan: StepPlan, starts: np.ndarray, values: torch.Tensor | None) -> tuple[list[int], list[int]]:
+        """Drafts for the next step: how many each span's row holds, and by which proposer."""
+        host, rows, features = self._table.host, plan.rows[plan.yields], None
+        if values is not None:
+            query_start = np.concatenate([[0], np.cumsum(plan.lengths)])
+            features = StepFeatures(plan.rows, starts, query_start, host.num_computed, values)
+        context = DraftContext(
+            rows,
+            host.token_ids,
+            host.num_tokens,
+            limits=np.minimum(host.sampling.max_drafts[rows], self.most_drafts).tolist(),
+            sampling=host.sampling,
+            features=features,
+            wanted=None if plan.draft_limits is None else plan.draft_limits[:, plan.yields],
+        )
+        drafts = self.proposer.propose(context)
+        counts, sources = np.zeros((2, plan.num_spans), np.int32)
+        held = host.hold_drafts(rows, drafts)
+        counts[plan.yields] = held
+        if drafts is not None and drafts.sources is not None:
+            sources[plan.yields] = drafts.sources
+        return counts.tolist(), sources.tolist()
