@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 EOS = "<|end|>"
@@ -86,5 +87,28 @@ def write_tiny_llama(
             prefix + "input_layernorm.weight": 1 + random(hidden),
             prefix + "post_attention_layernorm.weight": 1 + random(hidden),
         }
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def write_tiny_mixtral(folder: Path, *, experts: int = 4, **shape: Any) -> Path:
+    """A tiny Mixtral, each token through two of its experts."""
+    write_tiny_llama(folder, **shape)
+    config = json.loads((folder / "config.json").read_text())
+    config.update(
+        architectures=["MixtralForCausalLM"], model_type="mixtral", num_local_experts=experts, num_experts_per_tok=2,
+        sliding_window=None,
+    )  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors, rng = load_file(folder / "model.safetensors"), np.random.default_rng(1)
+    for name in [name for name in tensors if ".mlp." in name]:
+        matrix = tensors.pop(name)
+        layer, kind = name.split(".mlp.")[0], {"gate": "w1", "down": "w2", "up": "w3"}[name.split(".mlp.")[1][:-12]]
+        for expert in range(experts):
+            noise = rng.standard_normal(matrix.shape, np.float32) * 0.1
+            tensors[f"{layer}.block_sparse_moe.experts.{expert}.{kind}.weight"] = matrix.astype(np.float32) + noise
+        tensors[f"{layer}.block_sparse_moe.gate.weight"] = rng.standard_normal(
+            (experts, config["hidden_size"]), np.float32
+        )
     save_file(tensors, folder / "model.safetensors")
     return folder

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tiny import write_tiny_llama
+from tiny import write_tiny_llama, write_tiny_mixtral
 
 SCRIPT = Path(__file__).with_name("hopper_compiler.py")
 
@@ -28,10 +28,16 @@ def compile_all(model, *options):
 @pytest.mark.parametrize("dim", [64, 128])
 def test_all_kernels_of_an_engine(tmp_path, dim):
     said = compile_all(write_tiny_llama(tmp_path, hidden=256, inner=512, dim=dim))
-    for kernel in ("_linear", "_gated_linear", "_decode", "_prefill", "_plan_items", "_count", "_chunk_best", "_commit"):
-        assert f"{kernel} " in said, f"{kernel} was not compiled"
+    for kernel in ("linear", "gated_linear", "decode", "prefill", "plan_items", "count", "chunk_best", "commit"):
+        assert f"_{kernel} " in said, f"_{kernel} was not compiled"
 
 
 @pytest.mark.slow
 def test_kernels_of_a_model_with_a_window(tmp_path):
     assert "_decode " in compile_all(write_tiny_llama(tmp_path, window=20))
+
+
+def test_kernels_of_experts(tmp_path):
+    said = compile_all(write_tiny_mixtral(tmp_path, hidden=256, inner=512, dim=64))
+    for kernel in ("route", "expert_gated", "expert_down", "combine"):
+        assert f"_{kernel} " in said, f"_{kernel} was not compiled"

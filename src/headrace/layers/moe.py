@@ -6,6 +6,7 @@ of the linear layers.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol, runtime_checkable
@@ -51,6 +52,15 @@ class ExpertScheme(Protocol):
         ...
 
 
+@runtime_checkable
+class ExpertDevice(Protocol):
+    """A scheme whose experts are tensors on a device."""
+
+    def experts(self, weights: np.ndarray) -> Array:
+        """float32 [E, N, K] as they are multiplied."""
+        ...
+
+
 class MixtureOfExperts:
     """Each token through its best experts, weighted by the router.
 
@@ -84,8 +94,11 @@ class MixtureOfExperts:
                 gate_ups, downs, gate_up_bias, down_bias = reader.floats(names, layout, moe.expert_bias)
                 if kept is not None:
                     gate_ups, downs = reader.repacked(gate_ups, kept), reader.repacked(downs, kept)
+                elif isinstance(scheme, ExpertDevice):
+                    gate_ups, downs = scheme.experts(gate_ups), scheme.experts(downs)
         except ValueError as error:
             raise ValueError(f"{prefix}.experts: {error}") from None
+        gate_up_bias, down_bias = (None if each is None else source.place(each) for each in (gate_up_bias, down_bias))
         product = ops.linear if kept is None else kept.product
         self.experts = ops.Experts(gate_ups, downs, spec.activation, gate_up_bias, down_bias, product)
 
@@ -95,7 +108,7 @@ class MixtureOfExperts:
 
     @property
     def num_parameters(self) -> int:
-        return self.router.num_parameters + sum(int(array.size) for array in self._arrays)
+        return self.router.num_parameters + sum(_count(array) for array in self._arrays)
 
     @property
     def weight_bytes(self) -> int:
@@ -104,7 +117,7 @@ class MixtureOfExperts:
 
     @property
     def _arrays(self) -> list[Any]:
-        """What has `size` and `nbytes`: arrays, or one matrix an expert."""
+        """Arrays, or one matrix an expert."""
         found: list[Any] = []
         for each in (self.experts.gate_up, self.experts.down, self.experts.gate_up_bias, self.experts.down_bias):
             found += each if isinstance(each, list) else [] if each is None else [each]
@@ -197,6 +210,11 @@ class _Reader:
             gate_up[expert, self.inner :] = self.take(f"{expert}.{names.up}.weight", self.inner, self.hidden)
             down[expert] = self.take(f"{expert}.{names.down}.weight", self.hidden, self.inner)
         return gate_up, down, None, None
+
+
+def _count(weights: Any) -> int:
+    """Elements of an array of any library, or of a matrix of a scheme."""
+    return math.prod(weights.shape) if hasattr(weights, "shape") else int(weights.size)
 
 
 def _deinterleave(values: np.ndarray) -> np.ndarray:

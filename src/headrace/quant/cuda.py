@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from headrace.ops.registry import bind
-from headrace.ops.triton import norm, pointwise  # noqa: F401  (they register their kernels)
+from headrace.ops.triton import moe, norm, pointwise  # noqa: F401  (they register their kernels)
 from headrace.ops.triton.runtime import RUNTIME
 from headrace.quant.base import QuantScheme
 from headrace.quant.dense import Dense

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from headrace.layers.weights import WeightSource
@@ -94,7 +95,13 @@ class Dense:
     name = "dense"
 
     def __init__(self, device: torch.device, dtype: torch.dtype):
+        self._device, self._dtype = device, dtype
         self._method = DenseLinear(device, dtype)
 
     def linear(self, name: str) -> LinearMethod:
         return self._method
+
+    def experts(self, weights: np.ndarray) -> torch.Tensor:
+        """See layers.moe.ExpertDevice."""
+        placed = torch.empty(weights.shape, dtype=self._dtype, device=self._device)
+        return placed.copy_(torch.from_numpy(weights))

@@ -10,18 +10,23 @@ from headrace import ops
 from headrace.ops.triton.runtime import RUNTIME, kernel, launch_options, power_of_two
 
 _BLOCK = 1024
-SILU, GELU_TANH, GELU = 0, 1, 2
+SILU, GELU_TANH, GELU, SWIGLU_CLAMPED = 0, 1, 2, 3
+KIND_OF = {"silu": SILU, "gelu_tanh": GELU_TANH, "gelu": GELU, "swiglu_clamped": SWIGLU_CLAMPED}
 
 
 @triton.jit
 def gated(gate, up, KIND: tl.constexpr):
-    """activation(gate) * up of float32 values: 0 SiLU, 1 GELU in its tanh form, 2 GELU."""
+    """activation(gate) * up of float32 values: 0 SiLU, 1 GELU in its tanh form, 2 GELU, 3 GPT-OSS's clamped SwiGLU."""
     if KIND == 0:
         return gate / (1.0 + tl.exp(-gate)) * up
     if KIND == 1:
         inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
         tanh = 2.0 / (1.0 + tl.exp(-2.0 * inner)) - 1.0
         return 0.5 * gate * (1.0 + tanh) * up
+    if KIND == 3:
+        gate = tl.minimum(gate, 7.0)
+        up = tl.minimum(tl.maximum(up, -7.0), 7.0)
+        return gate / (1.0 + tl.exp(-1.702 * gate)) * (up + 1.0)
     return 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476)) * up
 
 
@@ -98,4 +103,10 @@ def gelu_mul(x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     return _launch_gated(x, out, GELU)
 
 
-KINDS = {ops.silu_mul.name: SILU, ops.gelu_tanh_mul.name: GELU_TANH, ops.gelu_mul.name: GELU}
+@ops.swiglu_clamped_mul.variant("triton")
+def swiglu_clamped_mul(x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """See ops.swiglu_clamped_mul."""
+    return _launch_gated(x, out, SWIGLU_CLAMPED)
+
+
+KINDS = {ops.ACTIVATIONS[name].name: kind for name, kind in KIND_OF.items()}
