@@ -16,7 +16,7 @@ from headrace.layers.norm import NoNorm, Norm, RMSNorm
 from headrace.layers.rope import RotaryEmbedding
 from headrace.layers.weights import WeightSource
 from headrace.models.spec import ModelSpec
-from headrace.ops.xp import Array
+from headrace.ops.xp import Array, fresh, namespace
 from headrace.quant.base import QuantScheme
 
 
@@ -94,7 +94,8 @@ class CausalLM:
     def features(self, hidden: Array) -> Array:
         """Of the tokens of the last pass, which gave `hidden` [T, H]: the residual streams at `taps` side by side
         [T, taps * H], or `hidden` where there are none."""
-        return np.concatenate([self._tapped[tap] for tap in self.taps], axis=1) if self.taps else hidden
+        xp = namespace(hidden)
+        return xp.concat([self._tapped[tap] for tap in self.taps], axis=1) if self.taps else hidden
 
     def forward(self, token_ids: Array, positions: Array, attend: Attend) -> Array:
         """Hidden states after the final norm, float32 [T, H], of token_ids [T] at positions [T]."""
@@ -104,11 +105,11 @@ class CausalLM:
         following = [*(layer.before_attention for layer in self.layers[1:]), self.norm]
         for index, (layer, next_norm) in enumerate(zip(self.layers, following, strict=True)):
             if index in self.taps:
-                self._tapped[index] = residual.copy()
+                self._tapped[index] = fresh(residual)
             update = layer(normed, residual, angles[self.spec.layer_rope(index)], attend)
             normed, residual = next_norm.add(update, residual)
         if len(self.layers) in self.taps:
-            self._tapped[len(self.layers)] = residual.copy()
+            self._tapped[len(self.layers)] = fresh(residual)
         return normed
 
     def prepare(self, max_len: int, place: Callable[[np.ndarray], Array]) -> None:

@@ -21,6 +21,12 @@ def namespace(x: Array) -> Any:
     return array_namespace(x)
 
 
+def fresh(x: Array) -> Array:
+    """A float32 copy of `x`, where `x` is."""
+    xp = namespace(x)
+    return xp.asarray(x, dtype=xp.float32, copy=True)
+
+
 def emit(result: Array, out: Array | None) -> Array:
     """Return `result`, copied into `out` if the caller gave a buffer."""
     if out is None:

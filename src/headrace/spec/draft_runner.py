@@ -16,8 +16,9 @@ row has no drafts.
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -50,19 +51,26 @@ class _Row:
         self.met = False  # a first call has passed
 
 
-class DraftRunner:
-    """Runs the draft model over rows of the request table."""
+class Pages(Protocol):
+    """What the bookkeeping needs of a cache of whatever device."""
 
-    def __init__(self, model: CausalLM, layout: KVLayout, backend: AttentionBackend, num_rows: int, max_len: int):
-        self.model = model
+    def copy_blocks(self, pairs: tuple[tuple[int, int], ...]) -> None:
+        """Copy whole blocks (source, destination)."""
+        ...
+
+
+class DraftFollower(ABC):
+    """Follows the request table, on whatever device the model runs."""
+
+    def __init__(self, layout: KVLayout, cache: Pages, table: RequestTable, max_len: int, chunk: int = _CHUNK):
+        """`table`: the model's own, whose tokens become the request table's; `chunk`: tokens of prompts that rows may
+        catch up with in one call."""
         self.passes: list[DraftPass] = []  # of the last call
         self.kv = KVCacheManager(layout)
-        self._cache = KVCache(layout)
-        self._backend = backend
-        self._table = RequestTable(num_rows, max_len, len(layout.groups), layout.block_size)
-        self._max_len = min(max_len, model.spec.max_position)
-        self._builder = BatchBuilder(self._table, layout.block_size)
-        self._launcher = RecordedLauncher(self._forward)
+        self._cache = cache
+        self._table = table
+        self._max_len = max_len
+        self._chunk = chunk
         self._rows: dict[int, _Row] = {}
 
     def admit(self, admits: Sequence[Admit]) -> None:
@@ -103,16 +111,6 @@ class DraftRunner:
                 depths.append(depth)
         self._catch_up(far)
         return np.array(near, np.int64), np.array(depths, np.int32)
-
-    def step(self, rows: np.ndarray, ends: np.ndarray) -> Array:
-        """Run rows up to their first `ends` [R] tokens; logits float32 [R, V] of each one's last position."""
-        started = time.perf_counter()
-        lengths = ends - self._table.num_computed[rows]
-        hidden, batch = self._run(rows, lengths)
-        logits = self.model.logits(hidden[batch.logit_index])
-        if int(lengths.max()) <= 2:  # a token, and after a whole accepted draft its last one; others catch up
-            self.passes.append(DraftPass(len(rows), time.perf_counter() - started))
-        return logits
 
     def end(self, rows: np.ndarray, drafts: np.ndarray) -> None:
         """`drafts` int32 [R, K] (-1 pads) were drawn; all but the last of each row were also computed."""
@@ -162,7 +160,7 @@ class DraftRunner:
             self._table.block_tables[new.group][new.row, new.start : new.start + len(new.ids)] = new.ids
 
     def _catch_up(self, far: list[_Row]) -> None:
-        budget = _CHUNK
+        budget = self._chunk
         rows, lengths = [], []
         for row in far:
             request = row.request
@@ -179,7 +177,32 @@ class DraftRunner:
             request.num_computed = int(self._table.num_computed[number])
             self.kv.advance(request, after_step=-1)
 
-    # -- the model
+    @abstractmethod
+    def _run(self, rows: np.ndarray, lengths: np.ndarray) -> Any:
+        """Run each row's next tokens through the model."""
+
+
+class DraftRunner(DraftFollower):
+    """Runs the draft model over rows of the request table."""
+
+    def __init__(self, model: CausalLM, layout: KVLayout, backend: AttentionBackend, num_rows: int, max_len: int):
+        table = RequestTable(num_rows, max_len, len(layout.groups), layout.block_size)
+        self._pages = KVCache(layout)
+        super().__init__(layout, self._pages, table, min(max_len, model.spec.max_position))
+        self.model = model
+        self._backend = backend
+        self._builder = BatchBuilder(self._table, layout.block_size)
+        self._launcher = RecordedLauncher(self._forward)
+
+    def step(self, rows: np.ndarray, ends: np.ndarray) -> Array:
+        """Run rows up to their first `ends` [R] tokens; logits float32 [R, V] of each one's last position."""
+        started = time.perf_counter()
+        lengths = ends - self._table.num_computed[rows]
+        hidden, batch = self._run(rows, lengths)
+        logits = self.model.logits(hidden[batch.logit_index])
+        if int(lengths.max()) <= 2:  # a token, and after a whole accepted draft its last one; others catch up
+            self.passes.append(DraftPass(len(rows), time.perf_counter() - started))
+        return logits
 
     def _run(self, rows: np.ndarray, lengths: np.ndarray) -> tuple[Array, StepBatch]:
         """Hidden states [T, H] of each row's next tokens."""
@@ -187,7 +210,7 @@ class DraftRunner:
         spans[0], spans[1], spans[2] = rows, self._table.num_computed[rows], lengths
         plan = StepPlan(0, spans=spans, yields=np.ones(len(rows), bool))
         batch = self._builder.build(plan, self._launcher.pick(plan.num_tokens, plan.num_spans, None))
-        metas = [self._backend.plan(batch, g, group) for g, group in enumerate(self._cache.layout.groups)]
+        metas = [self._backend.plan(batch, g, group) for g, group in enumerate(self._pages.layout.groups)]
         hidden = self._launcher.run(batch, metas)
         self._table.num_computed[rows] += lengths
         return hidden, batch
@@ -196,7 +219,7 @@ class DraftRunner:
         layers = self.model.attention_layers
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
-            meta = metas[self._cache.group(layer)]
-            return self._backend.run(q, k, v, self._cache.pages(layer), meta, layers[layer])
+            meta = metas[self._pages.group(layer)]
+            return self._backend.run(q, k, v, self._pages.pages(layer), meta, layers[layer])
 
         return self.model.forward(batch.token_ids, batch.positions, attend)

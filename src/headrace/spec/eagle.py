@@ -12,6 +12,7 @@ none: the head's sequence begins after them, which costs acceptance and nothing 
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ import numpy as np
 from headrace.attention.base import AttentionBackend
 from headrace.core.kv_layout import KVLayout
 from headrace.core.kv_manager import KVCacheManager
-from headrace.core.plan import Admit, DraftPass, StepPlan
+from headrace.core.plan import Admit, DraftPass, NewBlocks, StepPlan
 from headrace.core.request import Request
 from headrace.models.draft_heads import EagleHead
 from headrace.ops.xp import Array
@@ -34,14 +35,14 @@ _KEPT = 1024  # features of a row that wait to be fed
 _CHUNK = 256  # entries fed in one pass, but for the last
 
 
-class _Row:
+class HeadRow:
     """A sequence as the head knows it."""
 
     def __init__(self, admit: Admit):
         self.admit = admit
         self.base = admit.num_computed  # position of its first entry
         self.fed = 0  # entries computed from the model's features
-        self.features: list[np.ndarray] = []  # [n, F] of the positions from base + fed on
+        self.features: list[Any] = []  # [n, F] of the positions from base + fed on, in pieces
         self.num_kept = 0
         self.request = Request(str(admit.row), [0], admit.params, max_new_tokens=1)
         self.request.row = admit.row
@@ -52,28 +53,22 @@ class _Row:
         return self.base + self.fed + self.num_kept
 
 
-class HeadRunner:
-    """Runs an EAGLE head over rows of the request table; the same calls as DraftRunner has."""
+class HeadFollower(ABC):
+    """Follows the request table, on whatever device the head runs; the same calls as DraftFollower has."""
 
-    def __init__(self, head: EagleHead, layout: KVLayout, backend: AttentionBackend, num_rows: int, max_len: int):
-        self.model = head
+    def __init__(self, layout: KVLayout, table: RequestTable, max_len: int):
+        """`table`: the head's own, of entries."""
         self.passes: list[DraftPass] = []
         self.kv = KVCacheManager(layout, prefix_caching=False)
-        self._cache = KVCache(layout)
-        self._backend = backend
-        self._table = RequestTable(num_rows, max_len, len(layout.groups), layout.block_size)
-        self._max_len = min(max_len, head.spec.max_position)
-        self._builder = BatchBuilder(self._table, layout.block_size)
-        self._launcher = EagerLauncher(self._forward)
-        self._rows: dict[int, _Row] = {}
-        self._inputs: Array = np.zeros((0, head.spec.hidden_size), np.float32)  # features of the pass being run
-        self._outputs: Array = self._inputs
+        self._table = table
+        self._max_len = max_len
+        self._rows: dict[int, HeadRow] = {}
         self._made: dict[int, np.ndarray] = {}  # row -> [H], the feature that its last entry made
 
     def admit(self, admits: Sequence[Admit]) -> None:
         """See Proposer."""
         for admit in admits:
-            self._rows[admit.row] = _Row(admit)
+            self._rows[admit.row] = HeadRow(admit)
 
     def release(self, rows: Sequence[int]) -> None:
         """See Proposer."""
@@ -106,21 +101,6 @@ class HeadRunner:
         self._tokens = context.token_ids
         return np.array(chosen, np.int64), np.array(depths, np.int32)
 
-    def step(self, rows: np.ndarray, ends: np.ndarray) -> Array:
-        """See DraftRunner: the entry whose token is the last of each row's first `ends` tokens."""
-        started = time.perf_counter()
-        inputs = []
-        for number, end in zip(rows.tolist(), ends.tolist(), strict=True):
-            row = self._rows[number]
-            entry = end - 2 - row.base
-            self._table.token_ids[number, entry] = self._tokens[number, end - 1]
-            inputs.append(self._take(row, 1) if row.num_kept else self._made[number][None])
-        hidden = self._run(rows, np.ones(len(rows), np.int32), np.concatenate(inputs))
-        logits = self.model.logits(hidden)
-        self._made.update(zip(rows.tolist(), np.array(self._outputs), strict=True))
-        self.passes.append(DraftPass(len(rows), time.perf_counter() - started))
-        return logits
-
     def end(self, rows: np.ndarray, drafts: np.ndarray) -> None:
         """See DraftRunner: entries that the head made up are computed anew from the model's features."""
         for number in rows.tolist():
@@ -145,17 +125,69 @@ class HeadRunner:
                 continue
             if start != row.next or row.num_kept + count > _KEPT:
                 self._begin_at(row, start)
-            row.features.append(np.array(step.values[first : first + count], np.float32))
+            row.features.append(self._cut(step.values, first, count))
             row.num_kept += count
 
-    def _begin_at(self, row: _Row, position: int) -> None:
+    def _begin_at(self, row: HeadRow, position: int) -> None:
         """Forget all entries: the sequence begins anew at a position."""
         self.kv.free(row.request, after_step=-1)
         row.request.num_slots = 0
         row.base, row.fed, row.features, row.num_kept = position, 0, [], 0
         self._table.num_computed[row.request.row] = 0
 
-    def _take(self, row: _Row, count: int) -> Array:
+    def _allocate(self, row: HeadRow, num_entries: int) -> bool:
+        if num_entries <= row.request.num_slots:
+            return True
+        news = self.kv.allocate(row.request, num_entries, [])
+        self._place(news or ())
+        return news is not None
+
+    def _place(self, news: Sequence[NewBlocks]) -> None:
+        for new in news:
+            self._table.block_tables[new.group][new.row, new.start : new.start + len(new.ids)] = new.ids
+
+    @abstractmethod
+    def _cut(self, values: Array, first: int, count: int) -> Any:
+        """A piece of a step's features, to be kept: the step's own will be overwritten."""
+
+    @abstractmethod
+    def _feed_all_but_last(self, rows: list[HeadRow]) -> None:
+        """Run the entries of features that have gathered before rows draft."""
+
+
+class HeadRunner(HeadFollower):
+    """Runs an EAGLE head over rows of the request table; the same calls as DraftRunner has."""
+
+    def __init__(self, head: EagleHead, layout: KVLayout, backend: AttentionBackend, num_rows: int, max_len: int):
+        table = RequestTable(num_rows, max_len, len(layout.groups), layout.block_size)
+        super().__init__(layout, table, min(max_len, head.spec.max_position))
+        self.model = head
+        self._cache = KVCache(layout)
+        self._backend = backend
+        self._builder = BatchBuilder(self._table, layout.block_size)
+        self._launcher = EagerLauncher(self._forward)
+        self._inputs: Array = np.zeros((0, head.spec.hidden_size), np.float32)  # features of the pass being run
+        self._outputs: Array = self._inputs
+
+    def step(self, rows: np.ndarray, ends: np.ndarray) -> Array:
+        """See DraftRunner: the entry whose token is the last of each row's first `ends` tokens."""
+        started = time.perf_counter()
+        inputs = []
+        for number, end in zip(rows.tolist(), ends.tolist(), strict=True):
+            row = self._rows[number]
+            entry = end - 2 - row.base
+            self._table.token_ids[number, entry] = self._tokens[number, end - 1]
+            inputs.append(self._take(row, 1) if row.num_kept else self._made[number][None])
+        hidden = self._run(rows, np.ones(len(rows), np.int32), np.concatenate(inputs))
+        logits = self.model.logits(hidden)
+        self._made.update(zip(rows.tolist(), np.array(self._outputs), strict=True))
+        self.passes.append(DraftPass(len(rows), time.perf_counter() - started))
+        return logits
+
+    def _cut(self, values: Array, first: int, count: int) -> np.ndarray:
+        return np.array(values[first : first + count], np.float32)
+
+    def _take(self, row: HeadRow, count: int) -> Array:
         """The next `count` kept features [count, H]."""
         values = row.features[0] if len(row.features) == 1 else np.concatenate(row.features)
         row.features = [values[count:]] if count < len(values) else []
@@ -163,7 +195,7 @@ class HeadRunner:
         row.fed += count
         return self.model.fuse(values[:count])
 
-    def _feed_all_but_last(self, rows: list[_Row]) -> None:
+    def _feed_all_but_last(self, rows: list[HeadRow]) -> None:
         for row in rows:
             number = np.array([row.request.row], np.int32)
             self._table.num_computed[number] = row.fed
@@ -172,14 +204,6 @@ class HeadRunner:
                 self._run(number, np.array([count], np.int32), self._take(row, count))
 
     # -- the head
-
-    def _allocate(self, row: _Row, num_entries: int) -> bool:
-        if num_entries <= row.request.num_slots:
-            return True
-        news = self.kv.allocate(row.request, num_entries, [])
-        for new in news or ():
-            self._table.block_tables[new.group][new.row, new.start : new.start + len(new.ids)] = new.ids
-        return news is not None
 
     def _run(self, rows: np.ndarray, lengths: np.ndarray, features: Array) -> Array:
         """Hidden states [R, H] of each row's last entry of a pass."""
