@@ -48,11 +48,14 @@ LAYERS = {
         "sampling.grammar", "sampling.params", "worker",
     },
     "server": {"config", "core", "frontend", "loading", "models.spec", "sampling.params"},
+    "train": {
+        "config", "device", "frontend", "layers.weights", "loading", "models", "quant", "sampling.params",
+    },
     "bench": {"frontend", "sampling.params", "device", "ledger", "loading"},
     "doctor": {"attention", "device", "frontend", "ledger", "loading", "ops", "sampling.params"},
     "cli": {
-        "bench", "doctor", "server", "config", "frontend", "ledger", "loading", "models.registry", "sampling.params",
-        "core",
+        "bench", "doctor", "server", "train", "config", "frontend", "ledger", "loading", "models.registry",
+        "sampling.params", "core",
     },
 }  # fmt: skip
 

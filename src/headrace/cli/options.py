@@ -46,9 +46,9 @@ def add_options(parser: argparse.ArgumentParser, cls: type, title: str, skip: tu
             _flag(group, each, hints[each.name])
 
 
-def add_engine_options(parser: argparse.ArgumentParser) -> None:
+def add_engine_options(parser: argparse.ArgumentParser, skip: tuple[str, ...] = ()) -> None:
     parser.add_argument("-m", "--model", default=argparse.SUPPRESS, help=_help(EngineArgs, "model"), metavar="MODEL")
-    add_options(parser, EngineArgs, "engine", skip=("model",))
+    add_options(parser, EngineArgs, "engine", skip=("model", *skip))
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, skip: tuple[str, ...] = ()) -> None:
@@ -74,16 +74,17 @@ def _help(cls: type, name: str) -> str:
     return str(next(each for each in fields(cls) if each.name == name).metadata["help"])
 
 
-def _given(cls: type, arguments: argparse.Namespace) -> dict[str, Any]:
+def given_options(cls: type, arguments: argparse.Namespace) -> dict[str, Any]:
+    """What was given of the fields of `cls`."""
     return {each.name: getattr(arguments, each.name) for each in fields(cls) if hasattr(arguments, each.name)}
 
 
 def engine_args(arguments: argparse.Namespace) -> EngineArgs:
     """The engine's options as given on the command line."""
-    return EngineArgs.make(**_given(EngineArgs, arguments))
+    return EngineArgs.make(**given_options(EngineArgs, arguments))
 
 
 def sampling_params(arguments: argparse.Namespace, base: SamplingParams) -> SamplingParams:
     """`base`, changed by what was given on the command line."""
-    given = _given(SamplingParams, arguments)
+    given = given_options(SamplingParams, arguments)
     return base.with_(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})

@@ -14,7 +14,7 @@ from headrace.loading.draft_heads import HeadCheckpoint, MedusaCheckpoint, is_he
 from headrace.loading.store import resolve_model
 from headrace.models.spec import ModelSpec
 from headrace.resolve import Choice, resolve_draft
-from headrace.worker.drafting import DraftSource, HeadKind
+from headrace.worker.drafting import DraftSource, HeadKind, MedusaKind
 
 Drafter = LoadedCheckpoint | HeadCheckpoint | MedusaCheckpoint
 
@@ -45,9 +45,8 @@ def draft_source(
     """What a worker is given of it, beside a model of `spec` with a cache of `layout`; ConfigError if it does not
     fit."""
     if isinstance(draft, MedusaCheckpoint):  # heads without layers: nothing of theirs is cached
-        return DraftSource(
-            replace(spec, num_layers=1, windows=()), draft, layout, None, (draft.num_heads, draft.num_blocks)
-        ), []
+        medusa = MedusaKind(draft.num_heads, draft.num_blocks, draft.draft_vocab or spec.vocab_size)
+        return DraftSource(replace(spec, num_layers=1, windows=()), draft, layout, None, medusa), []
     cut, choice = resolve_draft(config, layout, draft.spec, draft.num_bytes, facts)
     kind = None
     if isinstance(draft, HeadCheckpoint):

@@ -60,7 +60,7 @@ class HeadCheckpoint(_Renamed):
         )
         if deeper:
             raise CheckpointError(f"{path}: heads of more than one layer are not supported (it has {deeper[0]})")
-        if "fc.weight" not in self._stored:
+        if "fc.weight" not in self._stored and not (self.is_eagle3 and self.taps == ()):
             raise CheckpointError(f"{path}: is no EAGLE head: it has no tensor fc.weight")
 
 
@@ -72,9 +72,13 @@ class MedusaCheckpoint(_Renamed):
 
     def __init__(self, path: Path):
         super().__init__(path, SafetensorsFolder(path, MEDUSA_FILE), "medusa_head.")
-        heads = {name.split(".")[0] for name in self._stored}
+        heads = {name.split(".")[0] for name in self._stored if name != "d2t"}
         blocks = {name.split(".")[1] for name in self._stored if name.endswith(".linear.weight")}
         self.num_heads, self.num_blocks = len(heads), len(blocks)
+        scores = f"0.{self.num_blocks}.weight"
+        if scores not in self._stored:
+            raise CheckpointError(f"{path}: holds no Medusa heads: it has no tensor {scores}")
+        self.draft_vocab = self.shape(scores)[0] if "d2t" in self._stored else None
         config = read_json(path / "config.json", missing_ok=True)
         for key, found in (("medusa_num_heads", self.num_heads), ("medusa_num_layers", self.num_blocks)):
             if key in config and config[key] != found:
@@ -101,8 +105,11 @@ def is_head(path: Path) -> bool:
 
 
 def _taps(config: dict[str, Any]) -> tuple[int, ...] | None:
+    """Layers whose features the head takes; (): the last hidden state; None: it does not say."""
     given = config.get("eagle_aux_hidden_state_layer_ids")
     nested = config.get("eagle_config")
+    if isinstance(nested, dict) and nested.get("use_aux_hidden_state") is False:
+        return ()
     if given is None and isinstance(nested, dict):
         given = nested.get("eagle_aux_hidden_state_layer_ids")
     if given is None:

@@ -8,13 +8,12 @@ beyond it the head's.
                  head. The layer has no norm before its attention.
     EAGLE-3      feature: fc of the residual streams before three layers. The layer's attention sees [norm(embedding),
                  norm(feature)]; a norm and a head follow, often over fewer tokens (d2t: distance to the model's id).
+                 Some take the last hidden state, normed, in place of three layers, and have no fc.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-
-import numpy as np
 
 from headrace.attention.base import LayerAttention
 from headrace.layers.attention import Attend
@@ -23,7 +22,8 @@ from headrace.layers.linear import Linear, Shard
 from headrace.layers.norm import NoNorm
 from headrace.layers.rope import RotaryEmbedding
 from headrace.models.blocks import CausalLM, DecoderLayer, Parts
-from headrace.ops.xp import Array
+from headrace.models.draft_vocab import DraftVocabulary
+from headrace.ops.xp import Array, fresh, namespace
 
 
 class EagleHead(ABC):
@@ -44,7 +44,7 @@ class EagleHead(ABC):
         self.attention = parts.attention(f"{prefix}.self_attn", 0, in_size)
         self.after_attention = parts.norm(f"{prefix}.post_attention_layernorm")
         self.mlp = parts.gated_mlp(f"{prefix}.mlp")
-        self.fc: Linear
+        self.fc: Linear | None = None
         self._head_bytes: int
         source.ignore("model.rotary_emb.inv_freq")
 
@@ -55,7 +55,8 @@ class EagleHead(ABC):
     @property
     def weight_bytes(self) -> int:
         """Bytes that a pass reads."""
-        return self.fc.weight_bytes + self.attention.weight_bytes + self.mlp.weight_bytes + self._head_bytes
+        fc = 0 if self.fc is None else self.fc.weight_bytes
+        return fc + self.attention.weight_bytes + self.mlp.weight_bytes + self._head_bytes
 
     @abstractmethod
     def fuse(self, features: Array) -> Array:
@@ -81,7 +82,7 @@ class Eagle1Head(EagleHead):
             )
         super().__init__(parts, target, "layers.0", spec.hidden_size)
         shard = Shard("fc", spec.hidden_size, bias="fc.bias" in source)
-        self.fc = Linear(source, shard, 2 * spec.hidden_size, parts.scheme)
+        self._fuse = self.fc = Linear(source, shard, 2 * spec.hidden_size, parts.scheme)
         named = "layers.0.input_layernorm"
         before = parts.norm(named) if f"{named}.weight" in source else NoNorm()
         self.layer = DecoderLayer(self.attention, self.mlp, before_attention=before, before_mlp=self.after_attention)
@@ -92,10 +93,10 @@ class Eagle1Head(EagleHead):
         return features
 
     def forward(self, token_ids: Array, features: Array, positions: Array, attend: Attend) -> tuple[Array, Array]:
-        both = np.concatenate([self.embedding(token_ids), features], axis=1)
-        residual = np.array(self.fc(both))
+        both = namespace(features).concat([self.embedding(token_ids), features], axis=1)
+        residual = fresh(self._fuse(both))
         update = self.layer(self.layer.before_attention(residual), residual, self.rotary.at(positions), attend)
-        out = residual + update
+        out = residual + (update.sum(0) if update.ndim == 3 else update)  # in parts: Linear.partial
         return out, out
 
     def logits(self, hidden: Array) -> Array:
@@ -113,8 +114,11 @@ class Eagle3Head(EagleHead):
         self.taps = taps if taps is not None else (2, depth // 2, depth - 3)
         if not all(0 <= tap <= depth for tap in self.taps):
             raise ValueError(f"the head takes features of layers {self.taps}; the model has {depth}")
-        in_size = len(self.taps) * target.spec.hidden_size
-        self.fc = Linear(source, Shard("fc", spec.hidden_size, bias="fc.bias" in source), in_size, parts.scheme)
+        in_size = max(1, len(self.taps)) * target.spec.hidden_size
+        if self.taps or "fc.weight" in source:
+            self.fc = Linear(source, Shard("fc", spec.hidden_size, bias="fc.bias" in source), in_size, parts.scheme)
+        elif in_size != spec.hidden_size:
+            raise ValueError(f"the head continues features of {spec.hidden_size} numbers, not {in_size}")
         self.input_norm = parts.norm(f"{prefix}.input_layernorm")
         self.hidden_norm = parts.norm(f"{prefix}.hidden_norm")
         self.norm = parts.norm("norm")
@@ -122,29 +126,19 @@ class Eagle3Head(EagleHead):
         small.method, small.shape = parts.scheme.linear("lm_head"), (draft_vocab, spec.hidden_size)
         self.head = LMHead(source, "lm_head.weight", small, tied=False)
         self._head_bytes = int(self.head.weight.nbytes)
-        self.ids: np.ndarray | None = None  # of the model's tokens, int64 [draft_vocab]; None: the same
-        if "d2t" in source:
-            self.ids = np.arange(draft_vocab) + source.take("d2t", (draft_vocab,)).astype(np.int64)
-            if self.ids.min() < 0 or self.ids.max() >= target.spec.vocab_size:
-                raise ValueError("d2t names tokens that the model does not have")
-        source.ignore("t2d")
+        self.vocabulary = DraftVocabulary(source, draft_vocab, target.spec.vocab_size)
 
     def fuse(self, features: Array) -> Array:
-        return np.array(self.fc(np.ascontiguousarray(features)))
+        return features if self.fc is None else fresh(self.fc(features))
 
     def forward(self, token_ids: Array, features: Array, positions: Array, attend: Attend) -> tuple[Array, Array]:
         embedded = self.input_norm(self.embedding(token_ids))
-        both = np.concatenate([embedded, self.hidden_norm(features)], axis=1)
-        residual = np.array(features)
+        both = namespace(features).concat([embedded, self.hidden_norm(features)], axis=1)
+        residual = fresh(features)
         attended = self.attention(both, *self.rotary.at(positions), attend)
         normed, residual = self.after_attention.add(attended, residual)
         hidden, residual = self.norm.add(self.mlp(normed), residual)
         return residual, hidden
 
     def logits(self, hidden: Array) -> Array:
-        scores = self.head(hidden)
-        if self.ids is None:
-            return scores
-        full = np.full((scores.shape[0], self.target.spec.vocab_size), -np.inf, np.float32)
-        full[:, self.ids] = scores
-        return full
+        return self.vocabulary.spread(self.head(hidden))

@@ -3,36 +3,50 @@
     block k    x + silu(linear(x)) of the last hidden state [H], then a linear layer [V, H]
 
 Published as `medusa_lm_head.safetensors` beside a config.json with `medusa_num_heads` and `medusa_num_layers`; names
-are `K.0.linear.weight`, `K.0.linear.bias` and `K.1.weight`, or the same behind `medusa_head.`.
+are `K.0.linear.weight`, `K.0.linear.bias` and `K.1.weight`, or the same behind `medusa_head.`. Ours may score fewer
+tokens than the model has, which `d2t` then names (models/draft_vocab.py).
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 
 from headrace.layers.linear import Linear, Shard
 from headrace.layers.weights import WeightSource
 from headrace.models.blocks import CausalLM
+from headrace.models.draft_vocab import DraftVocabulary
 from headrace.ops.xp import Array
 from headrace.quant.base import QuantScheme
+
+
+@dataclass(frozen=True)
+class MedusaKind:
+    """What Medusa heads there are."""
+
+    num_heads: int
+    num_blocks: int  # of each
+    draft_vocab: int  # tokens that they score
 
 
 class MedusaHeads:
     """All heads of one model."""
 
-    def __init__(self, source: WeightSource, scheme: QuantScheme, target: CausalLM, num_heads: int, num_blocks: int):
+    def __init__(self, source: WeightSource, scheme: QuantScheme, target: CausalLM, kind: MedusaKind):
         hidden = target.spec.hidden_size
         self.blocks = [
             [
                 Linear(source, Shard(f"{head}.{block}.linear", hidden, bias=True), hidden, scheme)
-                for block in range(num_blocks)
+                for block in range(kind.num_blocks)
             ]
-            for head in range(num_heads)
+            for head in range(kind.num_heads)
         ]
         self.outputs = [
-            Linear(source, Shard(f"{head}.{num_blocks}", target.spec.vocab_size), hidden, scheme)
-            for head in range(num_heads)
+            Linear(source, Shard(f"{head}.{kind.num_blocks}", kind.draft_vocab), hidden, scheme)
+            for head in range(kind.num_heads)
         ]
+        self.vocabulary = DraftVocabulary(source, kind.draft_vocab, target.spec.vocab_size)
 
     @property
     def num_heads(self) -> int:
@@ -50,4 +64,4 @@ class MedusaHeads:
         for block in self.blocks[head]:
             y = np.asarray(block(x))
             x = x + y / (1.0 + np.exp(-y))
-        return self.outputs[head](x)
+        return self.vocabulary.spread(self.outputs[head](x))

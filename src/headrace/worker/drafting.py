@@ -11,10 +11,12 @@ from headrace.core.kv_layout import KVLayout
 from headrace.layers.weights import Checkpoint, WeightSource
 from headrace.models.blocks import CausalLM, Parts
 from headrace.models.draft_heads import Eagle1Head, Eagle3Head, EagleHead
-from headrace.models.medusa import MedusaHeads
+from headrace.models.medusa import MedusaHeads, MedusaKind
 from headrace.models.registry import build_model
 from headrace.models.spec import ModelSpec
 from headrace.quant.base import QuantScheme
+from headrace.quant.online import GROUP
+from headrace.quant.packed import Packed
 from headrace.sampling.grammar import GrammarCompiler, GrammarTokens
 from headrace.sampling.residual import ResidualSampler, SyntheticSampler
 from headrace.sampling.sampler import Sampler
@@ -47,7 +49,7 @@ class DraftSource:
     checkpoint: Checkpoint
     layout: KVLayout  # of its own cache
     head: HeadKind | None = None  # of EAGLE
-    medusa: tuple[int, int] | None = None  # heads, and blocks of each
+    medusa: MedusaKind | None = None
 
 
 def make_sampler(config: EngineConfig, grammars: GrammarCompiler | None) -> Sampler:
@@ -75,16 +77,17 @@ def make_proposer(
         if draft is None:
             raise ValueError("the configuration has a draft model, but none was opened")
         layout, source = draft.layout, WeightSource(draft.checkpoint)
+        heads_scheme = _scheme_of_heads(config, scheme, draft.spec)
         runner: DraftRunner | HeadRunner | MedusaRunner
         if draft.medusa is not None:
-            runner = MedusaRunner(MedusaHeads(source, scheme, target, *draft.medusa))
+            runner = MedusaRunner(MedusaHeads(source, heads_scheme, target, draft.medusa))
             source.finish()
         elif draft.head is None:
             model = build_model(draft.spec, source, scheme)
             backend, _ = select_backend("cpu", layout.kv_format, model.attention_layers, layout.block_size)
             runner = DraftRunner(model, layout, backend, config.max_num_seqs, config.max_model_len)
         else:
-            head = _build_head(Parts(draft.spec, source, scheme), target, draft.head)
+            head = _build_head(Parts(draft.spec, source, heads_scheme), target, draft.head)
             backend, _ = select_backend("cpu", layout.kv_format, head.attention_layers, layout.block_size)
             runner = HeadRunner(head, layout, backend, config.max_num_seqs, config.max_model_len)
             target.taps = head.taps
@@ -114,6 +117,15 @@ def combine(config: EngineConfig, make_network: Callable[[], Proposer]) -> Combi
         raise ValueError(f"no proposer is called {name}")
 
     return CombinedProposer([(name, make(name)) for name in config.proposers])
+
+
+def _scheme_of_heads(config: EngineConfig, scheme: QuantScheme, spec: ModelSpec) -> QuantScheme:
+    """How weights of heads are stored. They are read for every draft, and a guess may be rounded: with 8 bits, but for
+    exact mode and for sizes that do not divide."""
+    sizes = (spec.hidden_size, spec.intermediate_size, spec.q_size)
+    if config.mode == "exact" or not isinstance(scheme, Packed) or any(size % GROUP for size in sizes):
+        return scheme
+    return Packed(config.mode, "q8")
 
 
 def _build_head(parts: Parts, target: CausalLM, kind: HeadKind) -> EagleHead:

@@ -1,0 +1,73 @@
+"""Heads as folders that the engine reads (loading/draft_heads.py)."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from headrace.loading.draft_heads import MEDUSA_FILE
+from headrace.models.spec import ModelSpec
+from headrace.train.drafters import Drafter, EagleDrafter
+
+
+def export(drafter: Drafter, folder: Path, spec: ModelSpec, draft_ids: np.ndarray, facts: dict[str, Any]) -> None:
+    """Write the heads in bfloat16, their config.json, and `facts` of their training as training.json. Files are whole
+    or not there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: tensor.detach().to("cpu", torch.bfloat16) for name, tensor in drafter.state_dict().items()}
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    if len(draft_ids) < spec.vocab_size:
+        tensors["d2t"] = torch.from_numpy(draft_ids - np.arange(len(draft_ids)))
+    eagle = isinstance(drafter, EagleDrafter)
+    config = _eagle_config(drafter, spec, len(draft_ids)) if eagle else _medusa_config(drafter, len(draft_ids))
+    weights = folder / ("model.safetensors" if eagle else MEDUSA_FILE)
+    unfinished = folder / "unfinished"
+    save_file(tensors, unfinished, {"format": "pt"})
+    os.replace(unfinished, weights)
+    write_json(folder / "config.json", config)
+    write_json(folder / "training.json", facts)
+
+
+def write_json(path: Path, values: dict[str, Any]) -> None:
+    """Write an object; the file is whole or as it was."""
+    unfinished = path.with_name("unfinished")
+    unfinished.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    os.replace(unfinished, path)
+
+
+def _eagle_config(drafter: Drafter, spec: ModelSpec, draft_vocab: int) -> dict[str, Any]:
+    assert isinstance(drafter, EagleDrafter)
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "vocab_size": spec.vocab_size,
+        "draft_vocab_size": draft_vocab,
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": drafter.midlayer.mlp["gate_proj"].out_features,
+        "num_hidden_layers": 1,
+        "num_attention_heads": spec.num_heads,
+        "num_key_value_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": spec.norm_eps,
+        "max_position_embeddings": spec.max_position,
+        "rope_theta": spec.rope.theta,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "eagle_config": {"use_aux_hidden_state": False},
+    }
+
+
+def _medusa_config(drafter: Drafter, draft_vocab: int) -> dict[str, Any]:
+    return {
+        "model_type": "medusa",
+        "medusa_num_heads": drafter.num_steps,
+        "medusa_num_layers": 1,
+        "draft_vocab_size": draft_vocab,
+    }

@@ -1,0 +1,170 @@
+"""train_heads: from prompts to heads in a folder, in steps that can be interrupted and gone on with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from headrace.config import ConfigError, EngineArgs
+from headrace.device.cpu import cpu_facts
+from headrace.frontend.engine import choose_gpu
+from headrace.frontend.llm import LLM
+from headrace.frontend.progress import progress_bar
+from headrace.loading.checkpoint import LoadedCheckpoint, open_checkpoint
+from headrace.loading.store import resolve_model
+from headrace.models.spec import ModelSpec
+from headrace.train.batches import Batches, frequent_tokens
+from headrace.train.drafters import Drafter, EagleDrafter, MedusaDrafter
+from headrace.train.export import export, write_json
+from headrace.train.loop import Limits, Progress, train
+from headrace.train.prompts import Prompt, read_prompts
+from headrace.train.report import engine_acceptance
+from headrace.train.settings import TrainArgs
+from headrace.train.target import Target
+from headrace.train.texts import Text, TextFolder, write_texts
+
+_DTYPES = {"float32": torch.float32, "float16": torch.float16}
+
+
+def train_heads(
+    engine: EngineArgs,
+    settings: TrainArgs,
+    sources: Sequence[str],
+    out: Path,
+    tell: Callable[[str], None] = print,
+    show_progress: bool = False,
+) -> dict[str, Any]:
+    """Train heads for the engine's model on texts that it writes to the prompts in `sources`; they are in `out` as soon
+    as they are better than none. Returns the facts of training.json. Raises ConfigError for what cannot be done."""
+    prompts = read_prompts(sources, settings.field, settings.raw)
+    if len(prompts) < 2:
+        raise ConfigError("training needs two prompts at least: one is held out")
+    work = Path(settings.work) if settings.work is not None else out / "training"
+    checkpoint = open_checkpoint(resolve_model(engine.model))
+    texts = _write(engine, settings, prompts, checkpoint, work, tell, show_progress)
+    held = {int(index) for index in _held_out(len(prompts), settings.held_out)}
+    held_texts = [text for text in texts if text.job % len(prompts) in held]
+    own_texts = [text for text in texts if text.job % len(prompts) not in held]
+    if not held_texts or not own_texts:
+        raise ConfigError(f"{len(texts)} texts are too few to hold some out; raise --num-tokens")
+    draft_ids, covered = frequent_tokens(own_texts, settings.draft_vocab, checkpoint.spec.vocab_size)
+    tell(
+        f"{len(own_texts)} texts to learn from, {len(held_texts)} held out; "
+        f"{len(draft_ids)} tokens can be drafted, {covered:.1%} of what the model wrote"
+    )
+    facts: dict[str, Any] = {
+        "model": checkpoint.name,
+        "kind": settings.kind,
+        "prompts": len(prompts),
+        "texts": len(own_texts),
+        "tokens_written": sum(len(text.tokens) - text.prompt_len for text in own_texts),
+        "draft_vocab": len(draft_ids),
+        "draft_vocab_covers": round(covered, 4),
+    }
+    _learn(engine, settings, checkpoint, own_texts, held_texts, draft_ids, out, work, facts, tell)
+    if settings.report_prompts:
+        asked = [prompts[index] for index in sorted(held)][: settings.report_prompts]
+        facts["engine"] = engine_acceptance(replace(engine, device="cpu", dtype="auto"), settings, asked, out, tell)
+    write_json(out / "training.json", facts)
+    return facts
+
+
+def _write(
+    engine: EngineArgs,
+    settings: TrainArgs,
+    prompts: Sequence[Prompt],
+    checkpoint: LoadedCheckpoint,
+    work: Path,
+    tell: Callable[[str], None],
+    show_progress: bool,
+) -> list[Text]:
+    """The texts of the work folder, as many as were asked for."""
+    folder = TextFolder(
+        work,
+        {
+            "model": checkpoint.name,
+            "model bytes": checkpoint.num_bytes,
+            "prompts": len(prompts),
+            "max_tokens": settings.max_tokens,
+            "temperature": list(settings.temperature),
+        },
+    )
+    if folder.num_written < settings.num_tokens:
+        with LLM.from_args(engine) as llm, progress_bar("tokens", show=show_progress) as bar:
+            write_texts(
+                llm.engine,
+                prompts,
+                folder,
+                num_tokens=settings.num_tokens,
+                max_tokens=settings.max_tokens,
+                temperatures=settings.temperature,
+                minutes=settings.generate_minutes,
+                tell=lambda written: bar.show(min(written, settings.num_tokens), settings.num_tokens, 0),
+            )
+    tell(f"the model has written {folder.num_written} tokens in {len(folder.texts)} texts ({work})")
+    return folder.texts
+
+
+def _held_out(num_prompts: int, share: float) -> np.ndarray:
+    """Indices of the prompts that are left out of training: the same for the same number of prompts."""
+    count = max(1, round(num_prompts * share))
+    return np.random.default_rng(0).permutation(num_prompts)[:count]
+
+
+def _learn(
+    engine: EngineArgs,
+    settings: TrainArgs,
+    checkpoint: LoadedCheckpoint,
+    own_texts: Sequence[Text],
+    held_texts: Sequence[Text],
+    draft_ids: np.ndarray,
+    out: Path,
+    work: Path,
+    facts: dict[str, Any],
+    tell: Callable[[str], None],
+) -> None:
+    """Train on the texts and leave the best heads in `out`."""
+    on_gpu = choose_gpu(engine.device) is not None
+    device = torch.device("cuda" if on_gpu else "cpu")
+    dtype = _DTYPES.get(engine.dtype, torch.bfloat16) if on_gpu else torch.float32
+    threads = engine.num_threads or cpu_facts().num_threads
+    if not on_gpu:
+        torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    longest = max(len(text.tokens) for text in [*own_texts, *held_texts])
+    target = Target(checkpoint, device, dtype, longest, threads, "default" if engine.mode == "auto" else engine.mode)
+    drafter = _drafter(settings, checkpoint.spec, target.output_rows(torch.from_numpy(draft_ids))).to(device)
+    size = settings.batch_tokens or (16384 if on_gpu else 2048)
+    room = settings.cache_gib * 2**30
+    training = Batches(target, own_texts, draft_ids, size, room)
+    held_out = Batches(target, held_texts, draft_ids, size, room)
+    tell(f"{sum(each.numel() for each in drafter.parameters()) / 1e6:.2f} M numbers to learn, on {device.type}")
+
+    def note(progress: Progress) -> None:
+        facts.update(
+            best=progress.best,
+            steps=progress.steps,
+            seconds=round(progress.seconds, 1),
+            history=progress.history,
+        )
+
+    def keep_best(progress: Progress) -> None:
+        note(progress)
+        export(drafter, out, checkpoint.spec, draft_ids, facts)
+
+    limits = Limits(settings.epochs, None if settings.minutes is None else 60 * settings.minutes)
+    state = work / f"{settings.kind}.state"
+    progress = train(drafter, training, held_out, limits, settings.learning_rate, state, keep_best, tell)
+    note(progress)
+    tell(f"trained {progress.steps} steps in {progress.seconds:.0f} s; the best heads are in {out}")
+
+
+def _drafter(settings: TrainArgs, spec: ModelSpec, output: torch.Tensor) -> Drafter:
+    if settings.kind == "medusa":
+        return MedusaDrafter(spec, settings.unroll, output)
+    return EagleDrafter(spec, settings.unroll, output, settings.inner_size or spec.intermediate_size)
