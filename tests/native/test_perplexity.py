@@ -15,6 +15,7 @@ import pytest
 
 from headrace import LLM, SamplingParams
 from headrace.loading.store import list_models
+from headrace.ops.native.library import available_paths
 
 SPANS, LENGTH = 6, 400
 
@@ -50,17 +51,22 @@ def judged(**options: object) -> tuple[float, np.ndarray, np.ndarray]:
     return math.exp(sum(losses) / len(losses)), np.array(best), np.array(gaps)
 
 
-@pytest.fixture(scope="module")
-def reference() -> tuple[float, np.ndarray, np.ndarray]:
-    """From a process without the native kernels, in fp32."""
+def judged_apart(mode: str, **environment: str) -> tuple[float, np.ndarray, np.ndarray]:
+    """judged(mode=mode) in a process of its own."""
     script = (
-        "import json; from native.test_perplexity import judged; p, b, g = judged(mode='exact');"
+        f"import json; from native.test_perplexity import judged; p, b, g = judged(mode={mode!r});"
         "print(json.dumps([p, b.tolist(), g.tolist()]))"
     )
-    environment = {**os.environ, "HEADRACE_NATIVE": "0", "PYTHONPATH": str(Path(__file__).parent.parent)}
+    environment = {**os.environ, **environment, "PYTHONPATH": str(Path(__file__).parent.parent)}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
     perplexity, best, gaps = json.loads(done.stdout)
     return perplexity, np.array(best), np.array(gaps)
+
+
+@pytest.fixture(scope="module")
+def reference() -> tuple[float, np.ndarray, np.ndarray]:
+    """From a process without the native kernels, in fp32."""
+    return judged_apart("exact", HEADRACE_NATIVE="0")
 
 
 @pytest.mark.parametrize(
@@ -73,8 +79,22 @@ def reference() -> tuple[float, np.ndarray, np.ndarray]:
     ids=["exact", "default", "default-int8-kv"],
 )
 def test_perplexity_and_agreement(options: dict, most: float, reference: tuple) -> None:
+    compare(judged(**options), reference, most)
+
+
+@pytest.mark.parametrize("mode", ["default", "fast"])
+def test_on_tiles(mode: str, reference: tuple) -> None:
+    """The AMX path, emulated where there is no AMX: bfloat16, which is coarser than integers of 16 bits."""
+    path = next((path for path in available_paths() if path.startswith("amx")), None)
+    if path is None:
+        pytest.skip("the emulation needs AVX-512")
+    compare(judged_apart(mode, HEADRACE_NATIVE_PATH=path), reference, 0.005)
+
+
+def compare(judgement: tuple, reference: tuple, most: float) -> None:
+    """Perplexity within a share of `most`, and the same best token wherever it leads by 0.5."""
     expected, best, gaps = reference
-    perplexity, found, _ = judged(**options)
+    perplexity, found, _ = judgement
     assert abs(perplexity / expected - 1) < most, (perplexity, expected)
     parted = (found != best) & (gaps > 0.5)
     assert len(best) > 2000 and (gaps > 0.5).sum() > 1000
