@@ -59,6 +59,9 @@ class EngineArgs:
     )
     gpu_memory: str | int = option("90%", "GPU memory to use in all: bytes, 60GiB, or a share of what the GPU has")
     cuda_graphs: bool = option(True, "on a GPU, run decode steps as CUDA graphs")
+    invariant: bool = option(
+        False, "on a GPU, a request's logits do not depend, bit for bit, on the requests beside it (on a CPU: always)"
+    )
     max_model_len: int | None = option(None, "longest prompt and output together, in tokens")
     max_num_seqs: int | None = option(None, "most requests running at once")
     max_num_batched_tokens: int | None = option(None, "most tokens in one step; longer prompts are cut into chunks")
@@ -120,7 +123,7 @@ class EngineArgs:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
                 raise ConfigError(f"{name} must be a string that is not empty, not {_shown(value)}")
-        for name in ("prefix_caching", "ledger", "cuda_graphs"):
+        for name in ("prefix_caching", "ledger", "cuda_graphs", "invariant"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, not {_shown(getattr(self, name))}")
         for name, (low, high) in _RANGES.items():
@@ -196,6 +199,7 @@ class EngineConfig:
     verify: str = "same"
     synthetic_acceptance: float | None = None
     graphs: bool = False
+    invariant: bool = False
     ttft_slo: float | None = None  # seconds
     itl_slo: float | None = None  # seconds
 

@@ -78,7 +78,10 @@ def main() -> None:
         return DeviceWorker(spec, checkpoint, config, layout, backend, grammars, device=torch.device("cpu"))
 
     engine_module.make_worker = make_worker
-    options: dict[str, Any] = dict(word.split("=") for word in sys.argv[2:])
+    words = dict(word.split("=") for word in sys.argv[2:])
+    options: dict[str, Any] = {
+        name: value == "True" if value in ("True", "False") else value for name, value in words.items()
+    }
     params = [
         SamplingParams(temperature=0, max_tokens=3, ignore_eos=True),
         SamplingParams(temperature=1.0, top_k=5, seed=1, max_tokens=3, ignore_eos=True),

@@ -41,3 +41,7 @@ def test_kernels_of_experts(tmp_path):
     said = compile_all(write_tiny_mixtral(tmp_path, hidden=256, inner=512, dim=64))
     for kernel in ("route", "expert_gated", "expert_down", "combine"):
         assert f"_{kernel} " in said, f"_{kernel} was not compiled"
+
+
+def test_kernels_of_invariant_engines(tmp_path):
+    assert "_linear " in compile_all(write_tiny_llama(tmp_path, hidden=256, inner=512, dim=64), "invariant=True")

@@ -13,10 +13,11 @@ from headrace.ops.triton.decode import FUSED_ROWS, DecodeSpace, Projected, decod
 from headrace.ops.triton.paged import HeadShape, PagedRows, Scores
 from headrace.ops.triton.prefill import prefill_attention
 from headrace.ops.triton.rotate import HeadNorms, rotate_and_write
-from headrace.ops.triton.runtime import INTERPRETED
+from headrace.ops.triton.runtime import INTERPRETED, RUNTIME
 from headrace.ops.xp import Array
 
 NEVER = 2**31 - 1
+LONGEST = 1 << 20  # keys of a row, where nobody says
 ALONE_FROM = 768  # tokens of a prompt without a prefix from which the library's attention is faster, copies included
 
 
@@ -45,10 +46,12 @@ class TritonAttention:
         self.block_size = block_size
         self._spaces: list[DecodeSpace] = []
 
-    def reserve(self, groups: tuple[KVGroup, ...], num_heads: int, max_rows: int, device: torch.device) -> None:
+    def reserve(
+        self, groups: tuple[KVGroup, ...], num_heads: int, max_rows: int, device: torch.device, max_len: int = LONGEST
+    ) -> None:
         """Take the memory of split decoding, once, before the first step."""
         self._spaces = [
-            DecodeSpace.create(max_rows, HeadShape(num_heads, group.num_kv_heads, group.head_dim), device)
+            DecodeSpace.create(max_rows, HeadShape(num_heads, group.num_kv_heads, group.head_dim), device, max_len)
             for group in groups
         ]
         self._num_heads = num_heads
@@ -58,7 +61,8 @@ class TritonAttention:
         """Tokens from which a prompt without a prefix is left to the library's attention; beyond reason where that
         lacks what the layers need."""
         plain = all(layer.window is None and layer.soft_cap is None and layer.sinks is None for layer in layers)
-        return ALONE_FROM if plain and dtype != torch.float32 and not INTERPRETED else NEVER
+        able = plain and dtype != torch.float32 and not INTERPRETED
+        return ALONE_FROM if able and not RUNTIME.invariant else NEVER
 
     def plan(self, batch: Any, group: int, spec: KVGroup) -> TritonMeta:
         """Metadata of a DeviceBatch; cuts the contexts of its one-token spans into items."""
@@ -70,7 +74,7 @@ class TritonAttention:
             shape = HeadShape(self._num_heads, spec.num_kv_heads, spec.head_dim)
             first = replace(paged, rows=spans.rows[:decodes])
             plan_items(first, shape, spec.window or 0, self._spaces[group])
-        fused = decodes <= FUSED_ROWS and not batch.mixed
+        fused = decodes <= FUSED_ROWS and not batch.mixed and not RUNTIME.invariant
         return TritonMeta(paged, spans.slots[group], decodes, batch.tiles, batch.alone, fused, self._spaces[group])
 
     def run(

@@ -11,10 +11,10 @@ from headrace.quant.base import QuantScheme
 from headrace.quant.dense import Dense
 
 
-def bind_cuda(device: torch.device, dtype: torch.dtype) -> QuantScheme:
+def bind_cuda(device: torch.device, dtype: torch.dtype, invariant: bool = False) -> QuantScheme:
     """Bind the ops for this process and return the scheme that stores weights for them. float32 is computed as such,
-    never as TF32."""
-    RUNTIME.activation = dtype
+    never as TF32. `invariant`: see Runtime."""
+    RUNTIME.activation, RUNTIME.invariant = dtype, invariant
     torch.backends.cuda.matmul.allow_tf32 = False
     bind(("triton",))
     return Dense(device, dtype)

@@ -11,7 +11,8 @@ import torch
 from headrace.layers.weights import WeightSource
 from headrace.ops.registry import Op
 from headrace.ops.triton import pointwise
-from headrace.ops.triton.skinny import MAX_TOKENS, skinny_gated, skinny_linear
+from headrace.ops.triton.runtime import RUNTIME
+from headrace.ops.triton.skinny import MAX_TOKENS, invariant_tile, skinny_gated, skinny_linear
 from headrace.quant.base import LinearMethod
 
 
@@ -63,7 +64,7 @@ class DenseLinear:
     ) -> torch.Tensor:
         """activation(gate, up) [T, out / 2] of a merged gate and up."""
         kind = pointwise.KINDS.get(activation.name)
-        if kind is None or not 0 < x.shape[0] <= self._max_skinny:
+        if kind is None or RUNTIME.invariant or not 0 < x.shape[0] <= self._max_skinny:
             return activation(self.apply(weights, x, bias))
         return skinny_gated(x, weights.weight, bias, kind)
 
@@ -80,7 +81,11 @@ class DenseLinear:
     def _product(
         self, weight: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype, parts: bool
     ) -> torch.Tensor:
-        if 0 < x.shape[0] <= self._max_skinny:
+        x = x.to(weight.dtype)  # what a head continues may be float32
+        tokens, (rows, inner) = x.shape[0], weight.shape
+        if RUNTIME.invariant and tokens:
+            return skinny_linear(x, weight, bias, dtype, parts, invariant_tile(tokens, rows, inner, parts))
+        if 0 < tokens <= self._max_skinny:
             return skinny_linear(x, weight, bias, dtype, parts)
         if dtype != weight.dtype and weight.is_cuda:
             return torch.mm(x, weight.T, out_dtype=dtype)

@@ -60,7 +60,7 @@ class DeviceWorker:
         Raises ValueError where the model needs what GPUs lack here."""
         device = device or torch.device("cuda", torch.cuda.current_device())
         dtype = DTYPES[config.dtype]
-        scheme = bind_cuda(device, dtype)
+        scheme = bind_cuda(device, dtype, config.invariant)
 
         def place(array: np.ndarray) -> torch.Tensor:
             return torch.from_numpy(np.array(array)).to(device)
@@ -73,7 +73,7 @@ class DeviceWorker:
             )
             assert isinstance(backend, TritonAttention)
             self.attention_backend = backend.name
-            backend.reserve(layout.groups, spec.num_heads, config.max_num_seqs, device)
+            backend.reserve(layout.groups, spec.num_heads, config.max_num_seqs, device, config.max_model_len)
             table = DeviceTable(
                 config.max_num_seqs, config.max_model_len, len(layout.groups), layout.block_size, device
             )

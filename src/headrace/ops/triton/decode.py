@@ -17,7 +17,7 @@ import triton.language as tl
 
 from headrace.ops.triton.paged import HeadShape, PagedRows, Scores, num_stages
 from headrace.ops.triton.rotate import HeadNorms
-from headrace.ops.triton.runtime import INTERPRETED, kernel, launch_options, num_processors, power_of_two
+from headrace.ops.triton.runtime import INTERPRETED, RUNTIME, kernel, launch_options, num_processors, power_of_two
 
 STEP = 64 if INTERPRETED else 128  # keys that a program takes at a time
 LEAST = 64 if INTERPRETED else 256  # keys of an item: cutting finer costs more in adding up than it saves
@@ -34,7 +34,8 @@ ITEM = 8
 @kernel
 def _plan_items(
     seq_lens, query_start, rows, num_rows, target, least, window, items, counts,
-    WIDTH: tl.constexpr, STEP: tl.constexpr, ITEM: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr,
+    WIDTH: tl.constexpr, STEP: tl.constexpr, ITEM: tl.constexpr, MOST: tl.constexpr, SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     span = tl.arange(0, WIDTH)
     if PDL:
@@ -49,9 +50,12 @@ def _plan_items(
         begin = tl.maximum(length - window, 0) // STEP * STEP
     seen = tl.where(mask, length - begin, 0)
     total = tl.sum(seen, axis=0)
-    chunk = tl.cdiv(total, target // 2)
-    if chunk > MOST:
-        chunk = tl.cdiv(total, target)
+    if SPLITS > 0:  # every row is cut as it would be alone
+        chunk = tl.cdiv(seen, SPLITS)
+    else:
+        chunk = tl.cdiv(total, target // 2)
+        if chunk > MOST:
+            chunk = tl.cdiv(total, target)
     chunk = tl.maximum(tl.cdiv(chunk, STEP) * STEP, least)
     number = tl.cdiv(seen, chunk)
     after = tl.cumsum(number, axis=0)
@@ -234,6 +238,17 @@ def _decode(
                 tl.store(place_of, result.to(out.dtype.element_ty), mask=real_head[:, None] & (index < DIM))
 
 
+# with RUNTIME.invariant a row is cut by its own length alone: items of so many keys, of a long row so many items
+INVARIANT_LEAST, INVARIANT_SPLITS = (64, 4) if INTERPRETED else (2048, 16)
+
+
+def max_items(rows: int, shape: HeadShape, max_len: int) -> int:
+    """Items that `rows` rows of up to `max_len` keys are cut into at most."""
+    if RUNTIME.invariant:
+        return rows * min(INVARIANT_SPLITS, triton.cdiv(max_len, INVARIANT_LEAST))
+    return rows + target_items(shape)
+
+
 def target_items(shape: HeadShape) -> int:
     """Items that a step is cut into at most, beside one a row: so many that every processor has a few programs."""
     return 8 if INTERPRETED else max(1, WAVES * num_processors() // shape.num_kv_heads)
@@ -248,10 +263,11 @@ class DecodeSpace:
     outputs: torch.Tensor  # float32 [max items, kv heads, TILE, WIDTH]
     norms: torch.Tensor  # float32 [max items, kv heads, TILE, 2]  highest score, sum of weights
     arrived: torch.Tensor  # int32 [max items, kv heads], zero between launches
+    max_len: int  # keys of a row at most
 
     @classmethod
-    def create(cls, max_rows: int, shape: HeadShape, device: torch.device) -> DecodeSpace:
-        most, kv_heads = max_rows + target_items(shape), shape.num_kv_heads
+    def create(cls, max_rows: int, shape: HeadShape, device: torch.device, max_len: int = 1 << 20) -> DecodeSpace:
+        most, kv_heads = max_items(max_rows, shape, max_len), shape.num_kv_heads
         tile, width = _tile(shape), power_of_two(shape.head_dim, 16)
         return cls(
             torch.zeros((most, ITEM), dtype=torch.int32, device=device),
@@ -259,6 +275,7 @@ class DecodeSpace:
             torch.empty((most, kv_heads, tile, width), dtype=torch.float32, device=device),
             torch.empty((most, kv_heads, tile, 2), dtype=torch.float32, device=device),
             torch.zeros((most, kv_heads), dtype=torch.int32, device=device),
+            max_len,
         )
 
 
@@ -269,9 +286,11 @@ def _tile(shape: HeadShape) -> int:
 def plan_items(paged: PagedRows, shape: HeadShape, window: int, space: DecodeSpace) -> None:
     """Cut the contexts of `paged`, one token a row, into items; once a step and layer group."""
     _plan_items[(1,)](
-        paged.seq_lens, paged.query_start, paged.rows, paged.num_rows, target_items(shape), LEAST, window,
+        paged.seq_lens, paged.query_start, paged.rows, paged.num_rows, target_items(shape),
+        INVARIANT_LEAST if RUNTIME.invariant else LEAST, window,
         space.items, space.counts,
-        WIDTH=power_of_two(paged.rows.shape[0], 16), STEP=STEP, ITEM=ITEM, MOST=MOST, **launch_options(num_warps=4),
+        WIDTH=power_of_two(paged.rows.shape[0], 16), STEP=STEP, ITEM=ITEM, MOST=MOST,
+        SPLITS=INVARIANT_SPLITS if RUNTIME.invariant else 0, **launch_options(num_warps=4),
     )  # fmt: skip
 
 
@@ -322,8 +341,9 @@ def decode_attention(
     parts = qkv.shape[0] if qkv.ndim == 3 else 1
     width = power_of_two(shape.head_dim, 16)
     mates = power_of_two(shape.num_heads // shape.num_kv_heads)
-    step, warps, stages = decode_tile(count, shape.head_dim, width * key_pages.element_size())
-    _decode[(count + target_items(shape), shape.num_kv_heads)](
+    rows = 1 if RUNTIME.invariant else count
+    step, warps, stages = decode_tile(rows, shape.head_dim, width * key_pages.element_size())
+    _decode[(max_items(count, shape, space.max_len), shape.num_kv_heads)](
         qkv, cos, projected.sin, cos if norms is None else norms.q, cos if norms is None else norms.k,
         key_pages, value_pages, out, paged.block_tables, space.items, space.counts, space.outputs, space.norms,
         space.arrived, cos if scores.sinks is None else scores.sinks,

@@ -23,6 +23,7 @@ class Runtime:
     """Chosen when the ops are bound, before the first step."""
 
     activation: torch.dtype = torch.bfloat16
+    invariant: bool = False  # a row's bits do not depend on what else is in its step
 
 
 RUNTIME = Runtime()

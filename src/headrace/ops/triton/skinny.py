@@ -29,6 +29,7 @@ class Tile:
     split: int
     stages: int
     warps: int = 4
+    tokens: int = MAX_TOKENS  # at most; the grid's last axis has the rest
 
 
 @kernel
@@ -39,7 +40,7 @@ def _linear(
 ):  # fmt: skip
     part = tl.program_id(1)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    token = tl.arange(0, TOKENS)
+    token = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
     step = tl.arange(0, INNER)
     span = tl.cdiv(tl.cdiv(inner, SPLIT), INNER) * INNER
     first = part * span
@@ -66,7 +67,7 @@ def _linear(
     if BIAS:
         added = tl.load(bias + row, mask=row < rows, other=0.0).to(tl.float32)
         sums += tl.where(part == 0, added, 0.0)[:, None]
-    target = out + part * out_part + token[None, :] * out_token + row[:, None]
+    target = out + part.to(tl.int64) * out_part + token[None, :].to(tl.int64) * out_token + row[:, None]
     tl.store(target, sums.to(out.dtype.element_ty), mask=known & inside)
 
 
@@ -154,6 +155,16 @@ def choose_gated_tile(tokens: int, rows: int, inner: int) -> Tile:
     return Tile(64, _inner_step(inner, 64), 1, 6)
 
 
+@cache
+def invariant_tile(tokens: int, rows: int, inner: int, can_split: bool) -> Tile:
+    """A tile that adds up every element in one order, however many tokens there are: the parts of the inner dimension
+    are those of a single token, and inside a part the matrix unit goes from the first element to the last."""
+    split = choose_tile(16, rows, inner, can_split).split
+    if INTERPRETED or tokens <= MAX_TOKENS:
+        return replace(choose_tile(power_of_two(min(tokens, MAX_TOKENS), 16), rows, inner, False), split=split)
+    return Tile(128, _inner_step(inner // split, 64), split, 3, 8, tokens=128)
+
+
 def _tile(inner: int, split: int) -> Tile:
     step = _inner_step(inner // split, 128)
     return Tile(64, step, split, 5 if step == 128 else 6)
@@ -167,15 +178,15 @@ def skinny_linear(
     parts: bool,
     tile: Tile | None = None,
 ) -> torch.Tensor:
-    """x [T <= 64, K] times weight [N, K] transposed, plus bias: `dtype` [T, N]; if `parts`, perhaps float32
-    [split, T, N] whose sum over the first axis that is."""
+    """x [T, K] times weight [N, K] transposed, plus bias: `dtype` [T, N]; if `parts`, perhaps float32 [split, T, N]
+    whose sum over the first axis that is. Made for T <= 64."""
     tokens, (rows, inner) = x.shape[0], weight.shape
-    width = power_of_two(tokens, 16)
-    tile = tile or choose_tile(width, rows, inner, parts)
+    tile = tile or choose_tile(power_of_two(min(tokens, MAX_TOKENS), 16), rows, inner, parts)
+    width = power_of_two(min(tokens, tile.tokens), 16)
     stages = tile.stages if weight.element_size() <= 2 else 2
     shape = (tokens, rows) if tile.split == 1 else (tile.split, tokens, rows)
     out = torch.empty(shape, dtype=dtype if tile.split == 1 else torch.float32, device=x.device)
-    _linear[(triton.cdiv(rows, tile.rows), tile.split)](
+    _linear[(triton.cdiv(rows, tile.rows), tile.split, triton.cdiv(tokens, width))](
         weight, x, weight if bias is None else bias, out, tokens, rows, inner,
         x.stride(0), 0 if tile.split == 1 else out.stride(0), rows,
         ROWS=tile.rows, TOKENS=width, INNER=tile.inner, SPLIT=tile.split, STAGES=stages,

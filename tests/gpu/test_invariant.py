@@ -1,0 +1,97 @@
+"""`invariant`: what a row gets does not depend on what else is in its step."""
+
+import pytest
+import torch
+
+from headrace import LLM, SamplingParams
+from headrace.ops.triton import decode, skinny
+from headrace.ops.triton.paged import HeadShape
+from headrace.ops.triton.runtime import INTERPRETED, RUNTIME
+from tiny import write_tiny_llama
+
+SMALL = {"max_model_len": 256, "max_num_batched_tokens": 256, "max_num_seqs": 8}
+real = pytest.mark.skipif(INTERPRETED, reason="bits are the GPU's; Triton's interpreter multiplies by numpy")
+
+
+@pytest.fixture
+def invariant(monkeypatch):
+    monkeypatch.setattr(RUNTIME, "invariant", True)
+
+
+@pytest.mark.parametrize("parts", [False, True])
+@pytest.mark.parametrize("tokens", [1, 40, 70, 200])
+def test_products_of_any_number_of_tokens(random, dtype, tolerance, tokens, parts):
+    x, weight, bias = random(tokens, 256).to(dtype), random(96, 256).to(dtype), random(96)
+    found = skinny.skinny_linear(x, weight, bias, dtype, parts, skinny.invariant_tile(tokens, 96, 256, parts))
+    found = found.sum(0) if found.ndim == 3 else found
+    want = x.float() @ weight.float().T + bias
+    torch.testing.assert_close(found.float(), want, rtol=tolerance, atol=tolerance * 16)
+
+
+@real
+@pytest.mark.parametrize("parts", [False, True])
+@pytest.mark.parametrize("shape", [(6144, 4096), (4096, 14336), (576, 576), (49152, 576)])
+def test_a_token_has_the_same_bits_in_every_product(random, shape, parts):
+    rows, inner = shape
+    x, weight = random(300, inner).bfloat16(), random(rows, inner).bfloat16()
+
+    def product(tokens):
+        tile = skinny.invariant_tile(tokens, rows, inner, parts)
+        out = skinny.skinny_linear(x[:tokens].contiguous(), weight, None, torch.bfloat16, parts, tile)
+        return out[..., 0, :]
+
+    first = product(1)
+    for tokens in (2, 16, 17, 33, 64, 65, 129, 300):
+        assert torch.equal(product(tokens), first), tokens
+
+
+@pytest.mark.parametrize("lengths", [[300], [300, 20, 5], [5, 300] + [70] * 6])
+def test_a_row_is_cut_as_it_would_be_alone(invariant, device, lengths):
+    from headrace.ops.triton.paged import PagedRows
+
+    shape = HeadShape(4, 2, 16)
+    space = decode.DecodeSpace.create(8, shape, device, 512)
+    count = len(lengths)
+
+    def numbers(values):
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    paged = PagedRows(
+        numbers([[0]] * count), numbers(range(count)), numbers(range(count + 1)), numbers(lengths), numbers([count])
+    )
+    decode.plan_items(paged, shape, 0, space)
+    items = space.items[: int(space.counts)].tolist()
+    cuts = [(first, last) for row, _, _, first, last, *_ in items if row == lengths.index(300)]
+    least, splits = decode.INVARIANT_LEAST, decode.INVARIANT_SPLITS
+    step = max(least, -(-300 // splits // decode.STEP) * decode.STEP)
+    assert cuts == [(at, min(300, at + step)) for at in range(0, 300, step)]
+    assert len(items) <= decode.max_items(count, shape, 512)
+
+
+def answers(model, prompts, **options):
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=3)
+    with LLM(str(model), device="cuda", kv_cache="4MiB", invariant=True, **SMALL, **options) as llm:
+        return [output.outputs[0] for output in llm.generate(prompts, params)]
+
+
+PROMPTS = [list(range(5, 150)), [1, 2, 3], [7] * 40, list(range(9, 90)), [4, 5]]
+
+
+def test_the_same_tokens_as_on_the_cpu(tmp_path, gpu_engine):
+    model = write_tiny_llama(tmp_path, window=20)
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    with LLM(str(model), device="cpu", mode="exact", **SMALL) as llm:
+        want = [output.outputs[0].token_ids for output in llm.generate(PROMPTS[:3], params)]
+    with LLM(str(model), device="cuda", mode="exact", kv_cache="4MiB", invariant=True, **SMALL) as llm:
+        assert [output.outputs[0].token_ids for output in llm.generate(PROMPTS[:3], params)] == want
+
+
+@real
+@pytest.mark.parametrize("dim", [64, 128])
+def test_alone_as_in_company_bit_for_bit(tmp_path, gpu_engine, dim):
+    model = write_tiny_llama(tmp_path, hidden=256, inner=512, dim=dim)
+    together = answers(model, PROMPTS)
+    for prompt, mate in zip(PROMPTS, together, strict=True):
+        (alone,) = answers(model, [prompt])
+        assert alone.token_ids == mate.token_ids
+        assert alone.logprobs == mate.logprobs
