@@ -95,7 +95,9 @@ def _cpu(args: EngineArgs, facts: CpuFacts) -> _Device:
     )
 
 
-def _gpu(args: EngineArgs, spec: ModelSpec, gpu: GpuFacts, num_weights: int, dtype: str) -> _Device:
+def _gpu(
+    args: EngineArgs, spec: ModelSpec, gpu: GpuFacts, num_weights: int, dtype: str, draft: ModelSpec | None
+) -> _Device:
     element = 4 if dtype == "float32" else 2
     weight_bytes = num_weights * element
     if args.kv_dtype != "auto" and _KV_NAMES[args.kv_dtype] != dtype:
@@ -112,6 +114,9 @@ def _gpu(args: EngineArgs, spec: ModelSpec, gpu: GpuFacts, num_weights: int, dty
         f"{_human(limit)} of {gpu.name}'s {_human(gpu.total_memory)}, less {_human(others)} that others use, "
         f"{_human(weight_bytes)} of weights, {_human(activations)} of activations, {_human(_GRAPH_BYTES)} for graphs"
     )
+    if draft is not None:  # as many tokens in a cache of its own
+        memory = memory * _kv_size(spec) // (_kv_size(spec) + _kv_size(draft))
+        plan += ", and the draft model's cache"
     if memory <= 0 and args.kv_cache is None:
         raise ConfigError(f"no GPU memory is left for the KV cache: {plan}; raise gpu_memory or free memory")
     return _Device(
@@ -131,17 +136,19 @@ def _gpu(args: EngineArgs, spec: ModelSpec, gpu: GpuFacts, num_weights: int, dty
     )
 
 
+def _kv_size(spec: ModelSpec) -> int:
+    """Numbers that a token has in the cache."""
+    return 2 * spec.num_layers * spec.kv_size
+
+
 def _refuse_on_gpus(args: EngineArgs, drafter: str | None) -> None:
     """ConfigError for ways to speculate that a GPU does not know yet."""
     if args.verify != "same":
         raise ConfigError(f"verify={args.verify} does not run on GPUs yet; leave it out or give device=cpu")
     if args.speculate == "synthetic":
         raise ConfigError("speculate=synthetic does not run on GPUs yet; leave it out or give device=cpu")
-    if drafter is not None:
-        raise ConfigError(
-            f"speculate={drafter} does not run on GPUs yet; take ngram or suffix, without draft_model, or give "
-            "device=cpu"
-        )
+    if drafter not in (None, "draft", "eagle", "mtp"):
+        raise ConfigError(f"speculate={drafter} does not run on GPUs yet; take another draft_model, or device=cpu")
 
 
 def _proposers(args: EngineArgs, drafter: str | None) -> tuple[str, ...]:
@@ -162,12 +169,20 @@ def resolve_draft(
     """How the cache of a draft model is cut, whose weights take `num_bytes`, beside a model with `layout`. ConfigError
     if the two do not fit."""
     groups = kv_groups(spec)
-    element = KV_FORMATS[layout.kv_format].vector_bytes(spec.head_dim) / spec.head_dim
-    one = KVLayout(groups, config.block_size, 1, element, config.max_num_batched_tokens, layout.kv_format)
+    one = KVLayout(
+        groups,
+        config.block_size,
+        1,
+        _element_bytes(layout.kv_format, spec.head_dim),
+        config.max_num_batched_tokens,
+        layout.kv_format,
+    )
     tokens = layout.num_blocks * layout.block_size // len(layout.groups)
     most = config.max_num_seqs * one.blocks_for(config.max_model_len)
     num_blocks = max(len(groups) * 2, min(one.blocks_for(tokens), most))
     size = num_blocks * one.block_bytes
+    if config.device != "cpu":
+        return _draft_cache(replace(one, num_blocks=num_blocks), "room for the tokens that the KV cache holds")
     room = facts.available_memory - config.kv_cache_bytes
     if num_bytes > room:
         raise ConfigError(
@@ -179,10 +194,18 @@ def resolve_draft(
         reason = "what is free beside the models' weights and the KV cache; requests beyond it have no drafts"
     else:
         reason = "room for the tokens that the KV cache holds"
-    size = num_blocks * one.block_bytes
-    return replace(one, num_blocks=num_blocks), Choice(
-        "draft_model", f"cache of {_human(size)}, {num_blocks} blocks of {config.block_size} tokens", reason
-    )
+    return _draft_cache(replace(one, num_blocks=num_blocks), reason)
+
+
+def _draft_cache(layout: KVLayout, reason: str) -> tuple[KVLayout, Choice]:
+    size = _human(layout.num_blocks * layout.block_bytes)
+    what = f"cache of {size}, {layout.num_blocks} blocks of {layout.block_size} tokens"
+    return layout, Choice("draft_model", what, reason)
+
+
+def _element_bytes(kv_format: str, head_dim: int) -> float:
+    """Bytes of a number in the KV cache; float16, which only GPUs have, is none of the CPU's formats."""
+    return KV_FORMATS[kv_format].vector_bytes(head_dim) / head_dim if kv_format in KV_FORMATS else 2.0
 
 
 def resolve(
@@ -192,9 +215,11 @@ def resolve(
     gpu: GpuFacts | None = None,
     num_weights: int = 0,
     drafter: str | None = None,
+    draft: ModelSpec | None = None,
 ) -> tuple[EngineConfig, KVLayout, list[Choice]]:
     """The configuration, the cut of the KV cache, and why; ConfigError if the wishes cannot be met together. With `gpu`
-    the model of `num_weights` numbers runs there; `drafter` is the proposer that draft_model makes."""
+    the models of `num_weights` numbers run there; `drafter` is the proposer that draft_model makes, `draft` what it is
+    like where it has a cache."""
     choices: list[Choice] = []
     dtype = "float32"
     if gpu is None:
@@ -210,7 +235,7 @@ def resolve(
         dtype = args.dtype if args.dtype != "auto" else "float32" if args.mode == "exact" else "bfloat16"
         if args.mode == "exact" and dtype != "float32":
             raise ConfigError(f"exact mode computes in float32; leave out dtype {dtype} or the mode")
-        device = _gpu(args, spec, gpu, num_weights, dtype)
+        device = _gpu(args, spec, gpu, num_weights, dtype, draft)
         choices.append(Choice("device", f"cuda, {gpu.name}", "a GPU is there" if args.device == "auto" else "as asked"))
         choices.append(Choice("dtype", dtype, "as asked" if args.dtype != "auto" else f"of mode {args.mode}"))
 
@@ -247,9 +272,7 @@ def resolve(
         raise ConfigError(f"max_num_batched_tokens ({budget}) must be at least max_num_seqs ({seqs})")
     block = choose("block_size", args.block_size, _DEFAULT_BLOCK, "small blocks waste little memory")
     groups = kv_groups(spec)
-    element = 2.0  # float16, which only GPUs have
-    if device.kv_format in KV_FORMATS:
-        element = KV_FORMATS[device.kv_format].vector_bytes(spec.head_dim) / spec.head_dim
+    element = _element_bytes(device.kv_format, spec.head_dim)
     one = KVLayout(groups, block, 1, element, budget, device.kv_format)
     choices.append(
         Choice("kv_dtype", device.kv_format, device.kv_format_reason if args.kv_dtype == "auto" else "as asked")

@@ -82,9 +82,11 @@ class Engine:
     def _load(self, args: EngineArgs, tokenizer_json: Callable[[], str]) -> None:
         """The configuration, the model and the loop: what needs no tokenizer yet."""
         gpu = choose_gpu(args.device)
-        num_weights = sum(math.prod(self.checkpoint.shape(name)) for name in self.checkpoint.names()) if gpu else 0
+        files = [each for each in (self.checkpoint, self._draft) if each is not None]
+        num_weights = sum(math.prod(file.shape(name)) for file in files for name in file.names()) if gpu else 0
         drafter, here = kind_of(self._draft), cpu_facts()
-        self.config, layout, self.choices = resolve(args, self.spec, here, gpu, num_weights, drafter)
+        draft_spec = getattr(self._draft, "spec", None)  # heads without layers have none
+        self.config, layout, self.choices = resolve(args, self.spec, here, gpu, num_weights, drafter, draft_spec)
         self.grammars = GrammarCompiler(tokenizer_json, self.spec.vocab_size, self.spec.eos_token_ids)
         draft: DraftSource | None = None
         if self._draft is not None:

@@ -64,6 +64,11 @@ class CombinedProposer:
         """What networks took in the last call of `propose`."""
         return tuple(each for proposer in self._proposers.values() for each in getattr(proposer, "last_passes", ()))
 
+    def close(self) -> None:
+        """Let go of what networks hold on a GPU."""
+        for proposer in self._proposers.values():
+            getattr(proposer, "close", lambda: None)()
+
     def dropped(self) -> tuple[str, ...]:
         """Names of those that failed since this was asked last."""
         names, self._dropped = self._dropped, []

@@ -36,7 +36,7 @@ from headrace.worker.recorded import RecordedLauncher
 from headrace.worker.table import RequestTable
 
 _CHUNK = 256  # tokens of prompts that rows may catch up with in one call
-_NEAR = 32  # tokens that a row may be behind and draft in the same call
+NEAR = 32  # tokens that a row may be behind and draft in the same call
 
 
 class _Row:
@@ -104,7 +104,7 @@ class DraftFollower(ABC):
             if depth < 1:
                 continue
             self._take_in(row, context.token_ids[number], known)
-            if known - row.request.num_computed > _NEAR:
+            if known - row.request.num_computed > NEAR:
                 far.append(row)
             elif self._allocate(row, known + depth - 1):
                 near.append(index)

@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import numpy as np
 import torch
 
+from headrace.attention.select import select_backend
+from headrace.attention.triton import TritonAttention
 from headrace.config import EngineConfig
-from headrace.models.blocks import CausalLM
+from headrace.layers.weights import WeightSource
+from headrace.models.blocks import CausalLM, Parts
+from headrace.models.registry import build_model
+from headrace.ops.xp import Array
 from headrace.quant.base import QuantScheme
 from headrace.spec.base import Proposer
 from headrace.spec.combined import CombinedProposer
-from headrace.worker.drafting import DraftSource, combine
+from headrace.spec.draft_runner import NEAR
+from headrace.worker.device_networks import (
+    CATCH_UP,
+    CutModel,
+    DeviceDraftProposer,
+    DeviceDraftRunner,
+    DeviceHeadRunner,
+    HeadModel,
+    Passes,
+)
+from headrace.worker.drafting import DraftSource, build_head, combine
 
 
 def make_device_proposer(
@@ -17,11 +35,36 @@ def make_device_proposer(
     target: CausalLM,
     scheme: QuantScheme,
     draft: DraftSource | None,
+    dtype: torch.dtype,
     device: torch.device,
+    place: Callable[[np.ndarray], Array],
 ) -> CombinedProposer:
-    """All of config.proposers, in that order, for the model that verifies."""
+    """All of config.proposers, in that order, for the model that verifies; `place` brings an array to `device`."""
 
     def make_network() -> Proposer:
-        raise ValueError("no network drafts on a GPU yet")
+        if draft is None:
+            raise ValueError("the configuration has a draft model, but none was opened")
+        layout, source = draft.layout, WeightSource(draft.checkpoint, place)
+        most, max_len = config.max_draft_tokens, config.max_model_len
+        max_tokens = max(CATCH_UP, config.max_num_seqs * (max(NEAR, most) + 1))
+        model: CutModel | HeadModel
+        if draft.head is None:
+            network = build_model(draft.spec, source, scheme)
+            network.prepare(max_len, place)
+            model = CutModel(network, target.spec.vocab_size)
+        else:
+            head = build_head(Parts(draft.spec, source, scheme), target, draft.head)
+            head.rotary.prepare(max_len, place)
+            target.taps = head.taps
+            model = HeadModel(head, max_tokens, device)
+        backend, _ = select_backend("cuda", config.dtype, model.attention_layers, layout.block_size)
+        assert isinstance(backend, TritonAttention)
+        passes = Passes(model, layout, backend, config, dtype, device, max_tokens)
+        runner: DeviceDraftRunner | DeviceHeadRunner
+        if isinstance(model, HeadModel):
+            runner = DeviceHeadRunner(model, passes, layout, max_len, most)
+        else:
+            runner = DeviceDraftRunner(model, passes, layout, max_len)
+        return DeviceDraftProposer(runner, most)
 
     return combine(config, make_network)

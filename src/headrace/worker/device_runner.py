@@ -14,16 +14,21 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 import torch
 
+from headrace.attention.base import LayerAttention
 from headrace.attention.triton import StepAttention, TritonAttention
 from headrace.core.plan import StageTimes, StepPlan, StepResult, TokenLogprobs
+from headrace.layers.attention import Attend
 from headrace.models.blocks import CausalLM
+from headrace.models.spec import ModelSpec
 from headrace.ops.triton.paged import HeadShape
 from headrace.ops.triton.prefill import prefill_tile
 from headrace.ops.triton.step import build_inputs, draw_and_commit, patch
+from headrace.ops.xp import Array
 from headrace.sampling.logprobs import SLICE, by_span, token_logprobs
 from headrace.sampling.sampler import DAMAGED, Sampled, Sampler
 from headrace.sampling.state import SamplingBatch
@@ -34,6 +39,20 @@ from headrace.worker.device_table import DeviceTable
 from headrace.worker.graphs import GraphKey, GraphLauncher
 
 _RING = 4  # results on their way to the host: more than there can be steps in flight
+
+
+class DeviceModel(Protocol):
+    """What a runner needs of a model, or of what drafts for one (models/blocks.py says what these are)."""
+
+    spec: ModelSpec
+    taps: tuple[int, ...]
+
+    @property
+    def attention_layers(self) -> list[LayerAttention]: ...
+
+    def forward(self, token_ids: Array, positions: Array, attend: Attend) -> Array: ...
+
+    def logits(self, hidden: Array) -> Array: ...
 
 
 @dataclass
@@ -59,6 +78,12 @@ class PendingStep:
         """`observe` is told the seconds that sending the step took, and that running it took."""
         self._plan, self._slot, self._yielding, self._prepare = plan, slot, yielding, prepare
         self._observe = observe
+
+    def drawn(self) -> np.ndarray:
+        """Wait for the step; int32 [S]: the first token that it drew for each span, negative where there is none."""
+        if self._slot.finished is not None:
+            self._slot.finished.synchronize()
+        return self._slot.drawn.numpy()[: self._plan.num_spans, 0]
 
     def result(self) -> StepResult:
         """Wait for the step and read what it drew."""
@@ -107,7 +132,7 @@ class DeviceRunner:
 
     def __init__(
         self,
-        model: CausalLM,
+        model: DeviceModel,
         cache: DeviceKVCache,
         table: DeviceTable,
         backend: TritonAttention,
@@ -145,7 +170,10 @@ class DeviceRunner:
         self._turn = 0
         self._logits: torch.Tensor | None = None  # of the step that runs, for rows drawn on the host
         if speculation is not None and speculation.wants_features:
-            self._features = self._space_of_features(max_tokens)
+            assert isinstance(model, CausalLM)
+            self._features_of = model.features
+            size = model.spec.hidden_size * max(1, len(model.taps))
+            self._features = torch.zeros((max_tokens, size), dtype=cache.dtype, device=device)
         self.launcher = GraphLauncher(
             self._padded, self._builder.idle, max_rows, max_tokens, graphs, on_gpu,
             most_short=self._builder.max_lines if most_drafts else 0,
@@ -170,7 +198,7 @@ class DeviceRunner:
         cut = warm and bool(table.cut[plan.rows].any())
         could = None if hosted.any() else self._pick(plan, warm, cut)  # the graph that might serve
         key = could if could is not None and self.launcher.serves(could) else None
-        self._flush_patches()
+        self.flush()
         batch = self._builder.send(plan, key)
         if slot.started is not None:
             slot.started.record()
@@ -196,7 +224,7 @@ class DeviceRunner:
             for span in np.flatnonzero(hosted & plan.yields).tolist():
                 for token in result.tokens[span]:
                     table.commit_hosted(int(plan.rows[span]), token)
-        self._flush_patches()  # before a row may change hands
+        self.flush()  # before a row may change hands
         return FinishedStep(result)
 
     def _pick(self, plan: StepPlan, warm: bool, cut: bool) -> GraphKey | None:
@@ -214,12 +242,8 @@ class DeviceRunner:
         self.launcher.clear()
         del self._model, self._cache, self._backend, self._logits
 
-    def _space_of_features(self, max_tokens: int) -> torch.Tensor:
-        model, words = self._model, self._table.view.words
-        size = model.spec.hidden_size * max(1, len(model.taps))
-        return torch.zeros((max_tokens, size), dtype=self._cache.dtype, device=words.device)
-
-    def _flush_patches(self) -> None:
+    def flush(self) -> None:
+        """The GPU learns what has changed in the table."""
         if (patches := self._builder.take_patches()) is not None:
             patch(self._table.view.words, *patches)
 
@@ -234,7 +258,7 @@ class DeviceRunner:
         attend = StepAttention(self._backend, cache, metas, self._layers)
         hidden = self._model.forward(batch.spans.token_ids, batch.spans.positions, attend)
         if self._features is not None:
-            self._features[: hidden.shape[0]].copy_(self._model.features(hidden))
+            self._features[: hidden.shape[0]].copy_(self._features_of(hidden))
         wanted = hidden if batch.logit_index is None else hidden[batch.logit_index]
         self._logits = self._model.logits(wanted) if wanted.shape[0] else hidden.new_zeros((0, 1), dtype=torch.float32)
         draw_and_commit(view, batch.spans, batch.lines, self._logits, warm, cut, self._drawn)

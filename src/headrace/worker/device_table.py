@@ -56,7 +56,11 @@ class Patches:
 class DeviceTable:
     """Rows on the GPU (`view`) and on the host (`host`)."""
 
-    def __init__(self, max_rows: int, max_len: int, num_groups: int, block_size: int, device: torch.device):
+    def __init__(
+        self, max_rows: int, max_len: int, num_groups: int, block_size: int, device: torch.device, hosts: bool = True
+    ):
+        """Not `hosts`: tokens of all rows are drawn on the GPU, whatever their options."""
+        self._hosts = hosts
         self.view = TableView.create(max_rows, max_len, block_size, num_groups, device)
         self.host = RequestTable(max_rows, max_len, num_groups, block_size)
         self.patches = Patches()
@@ -115,7 +119,7 @@ class DeviceTable:
 
     def _classify(self, admit: Admit) -> None:
         row, params, sampling = admit.row, admit.params, self.host.sampling
-        self.hosted[row] = (
+        self.hosted[row] = self._hosts and bool(
             sampling.penalised[row]
             or sampling.biased[row]
             or sampling.limited[row]

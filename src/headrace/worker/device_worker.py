@@ -77,7 +77,7 @@ class DeviceWorker:
             table = DeviceTable(
                 config.max_num_seqs, config.max_model_len, len(layout.groups), layout.block_size, device
             )
-            self.proposer = make_device_proposer(config, self.model, scheme, draft, device)
+            self.proposer = make_device_proposer(config, self.model, scheme, draft, dtype, device, place)
             self._runner = DeviceRunner(
                 self.model,
                 DeviceKVCache(layout, dtype, device),
@@ -97,6 +97,7 @@ class DeviceWorker:
     def stop(self) -> None:
         """Let go of the model, the cache and the graphs."""
         self._runner.close()
+        self.proposer.close()
         del self._runner, self.model, self.proposer
         gc.collect()  # graphs and the runner know each other
         if torch.cuda.is_available():

@@ -87,7 +87,7 @@ def make_proposer(
             backend, _ = select_backend("cpu", layout.kv_format, model.attention_layers, layout.block_size)
             runner = DraftRunner(model, layout, backend, config.max_num_seqs, config.max_model_len)
         else:
-            head = _build_head(Parts(draft.spec, source, heads_scheme), target, draft.head)
+            head = build_head(Parts(draft.spec, source, heads_scheme), target, draft.head)
             backend, _ = select_backend("cpu", layout.kv_format, head.attention_layers, layout.block_size)
             runner = HeadRunner(head, layout, backend, config.max_num_seqs, config.max_model_len)
             target.taps = head.taps
@@ -128,7 +128,8 @@ def _scheme_of_heads(config: EngineConfig, scheme: QuantScheme, spec: ModelSpec)
     return Packed(config.mode, "q8")
 
 
-def _build_head(parts: Parts, target: CausalLM, kind: HeadKind) -> EagleHead:
+def build_head(parts: Parts, target: CausalLM, kind: HeadKind) -> EagleHead:
+    """The head of a draft's folder, for the model `target`."""
     head: EagleHead
     head = Eagle3Head(parts, target, kind.draft_vocab, kind.taps) if kind.is_eagle3 else Eagle1Head(parts, target)
     parts.source.finish()

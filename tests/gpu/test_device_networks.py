@@ -1,0 +1,116 @@
+"""Networks that draft on a GPU's code: the drafts of the CPU engine, token for token, and the same text as without."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from headrace import LLM, SamplingParams
+from headrace.worker.table import RequestTable
+from tiny import write_tiny_llama
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "spec"))
+from test_eagle import write_head
+
+GREEDY = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+PROMPTS = [[65, 66, 67] * 4, list(range(30, 70)), [90, 3]]
+PARAMS = [GREEDY, GREEDY.with_(temperature=0.9, seed=3), GREEDY.with_(temperature=0.8, seed=4, max_tokens=6)]
+OPTIONS = {"mode": "exact", "max_model_len": 96, "max_num_batched_tokens": 32, "max_num_seqs": 4, "num_draft_tokens": 3}
+DEVICE = {"device": "cuda", "kv_cache": "1MiB"}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("networks")
+    target = str(write_tiny_llama(folder / "target", layers=2))
+    return {
+        "target": target,
+        "twin": target,
+        "other": str(write_tiny_llama(folder / "other", seed=5, layers=1, hidden=32)),
+        "windowed": str(write_tiny_llama(folder / "windowed", layers=2, window=9)),
+        "eagle1": write_head(folder / "one", 1),
+        "eagle3": write_head(folder / "three", 3),
+        "deep": str(write_tiny_llama(folder / "deep", layers=4)),
+    }
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """Every draft that an engine holds, in order."""
+    drafts = []
+    original = RequestTable.hold_drafts
+
+    def hold(self, rows, found):
+        if found is not None:
+            drafts.extend(zip(rows.tolist(), found.tokens.tolist(), strict=True))
+        return original(self, rows, found)
+
+    monkeypatch.setattr(RequestTable, "hold_drafts", hold)
+    return drafts
+
+
+def tokens(outputs):
+    return [[choice.token_ids for choice in output.outputs] for output in outputs]
+
+
+def run(model, params=PARAMS, prompts=PROMPTS, **options):
+    """Tokens, and (drafts verified, accepted)."""
+    with LLM(model, **{**OPTIONS, **options}) as llm:
+        found = tokens(llm.generate(prompts, params))
+        llm.engine.core.scheduler.check()
+        for proposer in llm.engine._worker.proposer._proposers.values():
+            getattr(proposer, "runner", llm.engine.core.scheduler).check()
+        totals = llm.engine.ledger.totals
+        return found, (totals.draft_tokens, totals.accepted_draft_tokens)
+
+
+def compare(target, held, params, prompts, **options):
+    """(drafts verified, accepted), which are the same on both."""
+    want, counts = run(target, params, prompts, device="cpu", **options)
+    there = held.copy()
+    held.clear()
+    found, on_gpu = run(target, params, prompts, **DEVICE, **options)
+    assert found == want and on_gpu == counts and counts[0] > 5
+    assert held == there
+    return counts
+
+
+def test_drafts_are_those_of_the_cpu(models, gpu_engine, held):
+    params = [each.with_(max_tokens=5) for each in PARAMS[:2]]
+    compare(models["target"], held, params, PROMPTS[1:], speculate="eagle", draft_model=models["eagle1"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["twin", "eagle1", "eagle3"])
+def test_drafts_of_more_kinds(models, gpu_engine, held, name):
+    options = {"speculate": "draft" if name == "twin" else "eagle", "draft_model": models[name]}
+    target = models["deep" if name == "eagle3" else "target"]
+    verified, right = compare(target, held, PARAMS, PROMPTS, **options)
+    assert name != "twin" or right == verified, "the model itself is always right, sampled drafts too"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["other", "windowed", "eagle1"])
+def test_company_and_memory_pressure_change_nothing(models, gpu_engine, name):
+    prompts = [*PROMPTS, PROMPTS[1], [5] * 20]
+    params = [
+        GREEDY.with_(repetition_penalty=1.3, logprobs=1),
+        GREEDY.with_(temperature=0.7, n=2, seed=9),
+        GREEDY.with_(draft_tokens=0),
+        GREEDY.with_(temperature=0.9, top_k=9, top_p=0.9, seed=2),
+        GREEDY.with_(draft_tokens=1),
+    ]
+    want, _ = run(models["target"], params, prompts, device="cpu", speculate="off", num_draft_tokens=None)
+    # 9 blocks of 16 tokens: rows are preempted, and computed and drafted for again
+    options = {"kv_cache": 9 * 16 * 2 * 2 * 2 * 12 * 4, "draft_model": models[name]}
+    found, (verified, _) = run(
+        models["target"], params, prompts, **DEVICE | options, speculate="eagle" if name == "eagle1" else "draft"
+    )
+    assert found == want and verified > 5
+
+
+@pytest.mark.slow
+def test_look_ups_and_a_network_together(models, gpu_engine):
+    options = {"speculate": "auto", "draft_model": models["other"], "num_draft_tokens": None}
+    want, _ = run(models["target"], device="cpu", speculate="off", num_draft_tokens=None)
+    assert run(models["target"], **DEVICE, **options)[0] == want
