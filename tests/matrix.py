@@ -50,6 +50,7 @@ RUNNING: dict[str, dict[str, Any]] = {
     "latency objectives": {"itl_slo": 0.001, "ttft_slo": 0.5},
     "speculation": {"speculate": "ngram", "num_draft_tokens": 4},
     "suffix decoding": {"speculate": "suffix", "num_draft_tokens": 4},
+    "multi-token prediction": {"speculate": "mtp", "num_draft_tokens": 4},
     "draft model": {"speculate": "draft", "num_draft_tokens": 4, "draft_model": "itself"},
     "automatic speculation": {"speculate": "auto"},
 }
@@ -77,7 +78,7 @@ class Matrix:
     """Runs pairs on one tiny model, or its windowed twin."""
 
     def __init__(self, folder: Path):
-        self._paths = {window: write_tiny_llama(folder / str(window), window=window) for window in (None, 9)}
+        self._paths = {window: write_tiny_llama(folder / str(window), window=window, mtp=True) for window in (None, 9)}
         self._plain: dict[tuple, LLM] = {}
 
     @contextmanager

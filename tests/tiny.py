@@ -29,8 +29,10 @@ def write_tiny_llama(
     hidden: int = 48,
     inner: int = 80,
     dim: int = 12,
+    mtp: bool = False,
 ) -> Path:
-    """Random weights of std 0.15, so that logits differ clearly from token to token. `special`: more special tokens."""
+    """Random weights of std 0.15, so that logits differ clearly from token to token. `special`: more special tokens. `mtp`: a
+    module for multi-token prediction beside the model, as DeepSeek-V3 stores it."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
     heads, kv_heads = 4, 2
@@ -74,7 +76,7 @@ def write_tiny_llama(
         "model.norm.weight": 1 + random(hidden),
         "lm_head.weight": random(vocab_size, hidden),
     }
-    for layer in range(layers):
+    for layer in range(layers + mtp):
         prefix = f"model.layers.{layer}."
         tensors |= {
             prefix + "self_attn.q_proj.weight": random(heads * dim, hidden),
@@ -86,6 +88,14 @@ def write_tiny_llama(
             prefix + "mlp.down_proj.weight": random(hidden, inner),
             prefix + "input_layernorm.weight": 1 + random(hidden),
             prefix + "post_attention_layernorm.weight": 1 + random(hidden),
+        }
+    if mtp:
+        prefix = f"model.layers.{layers}."
+        tensors |= {prefix + f"{name}.weight": 1 + random(hidden) for name in ("enorm", "hnorm", "shared_head.norm")}
+        tensors |= {
+            prefix + "eh_proj.weight": random(hidden, 2 * hidden),
+            prefix + "embed_tokens.weight": tensors["model.embed_tokens.weight"].copy(),
+            prefix + "shared_head.head.weight": tensors["lm_head.weight"].copy(),
         }
     save_file(tensors, folder / "model.safetensors")
     return folder

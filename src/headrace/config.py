@@ -14,7 +14,7 @@ from typing import Any, Literal
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
 DTYPES = ("bfloat16", "float16", "float32")
-NETWORKS = ("draft", "eagle", "medusa")  # what draft_model can be
+NETWORKS = ("draft", "eagle", "medusa", "mtp")  # what draft_model can be, or, of mtp, a part of the model itself
 PROPOSERS = ("suffix", "ngram", *NETWORKS)  # in the order in which they are asked
 MOST_DRAFTS = 64  # at a time
 SPECULATE = ("off", "auto", *PROPOSERS, "synthetic")
@@ -77,10 +77,11 @@ class EngineArgs:
     scheduling: Literal["fcfs", "priority"] = option("fcfs", "order in which waiting requests are admitted")
     num_threads: int | None = option(None, "processor threads of the native kernels; none: all this process may use")
     attention_backend: str | None = option(None, "attention kernels to use instead of the selector's choice")
-    speculate: Literal["off", "auto", "suffix", "ngram", "draft", "eagle", "medusa", "synthetic"] = option(
+    speculate: Literal["off", "auto", "suffix", "ngram", "draft", "eagle", "medusa", "mtp", "synthetic"] = option(
         "off",
         "draft tokens and verify them together: ngram and suffix look the text up (suffix also in past outputs); "
-        "draft, eagle and medusa ask draft_model; auto takes for each request what pays most; synthetic: benchmarks",
+        "draft, eagle and medusa ask draft_model, mtp a part of the model; auto takes for each request what pays most; "
+        "synthetic: benchmarks",
     )
     verify: Literal["same", "residual"] = option(
         "same",
@@ -153,7 +154,9 @@ class EngineArgs:
             raise ConfigError(f"synthetic_acceptance must be a number from 0 to 1, not {_shown(rate)}")
         if self.verify == "residual" and self.speculate in ("off", "synthetic"):
             raise ConfigError("verify=residual judges drafts; give speculate=auto, draft, suffix or ngram too")
-        if self.speculate in NETWORKS and self.draft_model is None:
+        if self.speculate == "mtp" and self.draft_model is not None:
+            raise ConfigError("speculate=mtp drafts with a part of the model itself; leave out draft_model")
+        if self.speculate in NETWORKS and self.speculate != "mtp" and self.draft_model is None:
             raise ConfigError(f"speculate={self.speculate} needs draft_model: a smaller model, or the folder of heads")
         if self.draft_model is not None and self.speculate not in ("auto", *NETWORKS):
             raise ConfigError(f"draft_model drafts with speculate={', '.join(NETWORKS)} or auto; give one of them too")

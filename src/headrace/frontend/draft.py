@@ -11,18 +11,20 @@ from headrace.device.cpu import CpuFacts
 from headrace.frontend.tokenizer import Tokenizer
 from headrace.loading.checkpoint import LoadedCheckpoint, open_checkpoint
 from headrace.loading.draft_heads import HeadCheckpoint, MedusaCheckpoint, is_head, is_medusa
+from headrace.loading.mtp import MtpCheckpoint
 from headrace.loading.store import resolve_model
 from headrace.models.spec import ModelSpec
 from headrace.resolve import Choice, resolve_draft
-from headrace.worker.drafting import DraftSource, HeadKind, MedusaKind
+from headrace.worker.drafting import DraftSource, HeadKind, MedusaKind, MtpKind
 
-Drafter = LoadedCheckpoint | HeadCheckpoint | MedusaCheckpoint
+Drafter = LoadedCheckpoint | HeadCheckpoint | MedusaCheckpoint | MtpCheckpoint
 
 
-def open_draft(name: str | None) -> Drafter | None:
-    """The checkpoint of the draft model or head, if there is to be one. CheckpointError as for any model."""
+def open_draft(name: str | None, speculate: str, target: LoadedCheckpoint) -> Drafter | None:
+    """The checkpoint of the draft model or head, if there is to be one, for the model `target`. CheckpointError as for
+    any model."""
     if name is None:
-        return None
+        return _own_module(speculate, target)
     if is_medusa(Path(name)):
         return MedusaCheckpoint(Path(name))
     if is_head(Path(name)):
@@ -30,13 +32,31 @@ def open_draft(name: str | None) -> Drafter | None:
     return open_checkpoint(resolve_model(name))
 
 
+def _own_module(speculate: str, target: LoadedCheckpoint) -> MtpCheckpoint | None:
+    """The module of `target` for multi-token prediction, where it is asked for or may be used."""
+    module = target.mtp
+    if speculate not in ("auto", "mtp") or (module is None and speculate == "auto"):
+        return None
+    if module is None:
+        raise ConfigError(f"{target.name} has no module for multi-token prediction; take another way to speculate")
+    if module.num_modules == 1 and module.has_layer:
+        return module
+    if speculate == "auto":
+        return None
+    if module.num_modules > 1:
+        raise ConfigError(
+            f"{target.name} has {module.num_modules} modules for multi-token prediction, one behind the other; only "
+            "one is supported"
+        )
+    raise ConfigError(f"multi-token prediction is not supported with {module.spec.family} models")
+
+
 def kind_of(draft: Drafter | None) -> str | None:
     """The proposer that a draft model or head makes."""
     if draft is None:
         return None
-    return (
-        "medusa" if isinstance(draft, MedusaCheckpoint) else "eagle" if isinstance(draft, HeadCheckpoint) else "draft"
-    )
+    kinds = {MedusaCheckpoint: "medusa", HeadCheckpoint: "eagle", MtpCheckpoint: "mtp"}
+    return kinds.get(type(draft), "draft")
 
 
 def draft_source(
@@ -48,9 +68,11 @@ def draft_source(
         medusa = MedusaKind(draft.num_heads, draft.num_blocks, draft.draft_vocab or spec.vocab_size)
         return DraftSource(replace(spec, num_layers=1, windows=()), draft, layout, None, medusa), []
     cut, choice = resolve_draft(config, layout, draft.spec, draft.num_bytes, facts)
-    kind = None
+    kind: HeadKind | MtpKind | None = None
     if isinstance(draft, HeadCheckpoint):
         kind = HeadKind(draft.is_eagle3, draft.draft_vocab, draft.taps)
+    elif isinstance(draft, MtpCheckpoint):
+        kind = MtpKind(draft.feature_first)
     return DraftSource(draft.spec, draft, cut, kind), [choice]
 
 

@@ -66,7 +66,7 @@ class Engine:
     def __init__(self, args: EngineArgs):
         self.checkpoint = open_checkpoint(resolve_model(args.model))
         self.spec = self.checkpoint.spec
-        self._draft = open_draft(args.draft_model)
+        self._draft = open_draft(args.draft_model, args.speculate, self.checkpoint)
         # the tokenizer is made in Python and weights are packed outside it: both at once
         with ThreadPoolExecutor(1) as beside:
             tokenizer = beside.submit(self.checkpoint.tokenizer)

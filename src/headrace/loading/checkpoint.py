@@ -12,6 +12,7 @@ import numpy as np
 from headrace.loading.compressed import METHOD, CompressedWeights, check_scheme
 from headrace.loading.errors import CheckpointError
 from headrace.loading.json_file import read_json
+from headrace.loading.mtp import MtpCheckpoint, split_mtp
 from headrace.loading.names import hf_name, text_name
 from headrace.loading.safetensors_file import SafetensorsFolder
 from headrace.loading.store import repair_of
@@ -58,6 +59,7 @@ class LoadedCheckpoint:
     """
 
     spec: ModelSpec
+    mtp: MtpCheckpoint | None = None  # a module for multi-token prediction that it holds too
     path: Path
     name: str
     num_bytes: int  # of the weight files
@@ -200,7 +202,9 @@ class FolderCheckpoint(LoadedCheckpoint):
         names = set(self._weights.names())
         if self._int8 is not None:
             names = (names - self._int8.hidden) | self._int8.matrices
-        named = ((text_name(stored), stored) for stored in sorted(names))
+        own, modules = split_mtp(sorted(names), self.spec.num_layers)
+        self.mtp = MtpCheckpoint(self, modules) if modules else None
+        named = ((text_name(stored), stored) for stored in own)
         self._stored = {
             name: stored
             for name, stored in named

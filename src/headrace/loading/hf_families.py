@@ -16,6 +16,7 @@ ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
+    "MiMoForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     "Phi3ForCausalLM": "phi3",
     "Olmo2ForCausalLM": "olmo2",
@@ -148,6 +149,8 @@ def family_of(read: Reader) -> str:
     for name in names:
         if name in ARCHITECTURES:
             return ARCHITECTURES[name]
+    if read.values.get("kv_lora_rank"):
+        raise read.error(f"{', '.join(map(str, names))} has multi-head latent attention, which is not supported")
     found = f"the architecture {', '.join(map(str, names))} is" if names else "architectures is missing: the model is"
     raise read.error(f"{found} not supported (these are: {', '.join(ARCHITECTURES)})")
 

@@ -13,8 +13,6 @@ beyond it the head's.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-
 from headrace.attention.base import LayerAttention
 from headrace.layers.attention import Attend
 from headrace.layers.embedding import Embedding, LMHead
@@ -23,13 +21,12 @@ from headrace.layers.norm import NoNorm
 from headrace.layers.rope import RotaryEmbedding
 from headrace.models.blocks import CausalLM, DecoderLayer, Parts
 from headrace.models.draft_vocab import DraftVocabulary
+from headrace.models.eagle_head import EagleHead
 from headrace.ops.xp import Array, fresh, namespace
 
 
-class EagleHead(ABC):
-    """What EAGLE-1 and EAGLE-3 heads share, for the model `target` whose features they continue."""
-
-    taps: tuple[int, ...] = ()  # layers of the model before which its residual stream is a feature; (): the last state
+class LlamaHead(EagleHead):
+    """What EAGLE-1 and EAGLE-3 heads share."""
 
     def __init__(self, parts: Parts, target: CausalLM, prefix: str, in_size: int):
         spec, source = parts.spec, parts.source
@@ -58,20 +55,8 @@ class EagleHead(ABC):
         fc = 0 if self.fc is None else self.fc.weight_bytes
         return fc + self.attention.weight_bytes + self.mlp.weight_bytes + self._head_bytes
 
-    @abstractmethod
-    def fuse(self, features: Array) -> Array:
-        """The model's features [T, F] as the head's [T, H]."""
 
-    @abstractmethod
-    def forward(self, token_ids: Array, features: Array, positions: Array, attend: Attend) -> tuple[Array, Array]:
-        """(features [T, H] that follow, hidden states [T, H] for `logits`) of entries [T]."""
-
-    @abstractmethod
-    def logits(self, hidden: Array) -> Array:
-        """Scores of the model's tokens, float32 [L, V], of hidden states [L, H]; -inf for those it never drafts."""
-
-
-class Eagle1Head(EagleHead):
+class Eagle1Head(LlamaHead):
     """EAGLE-1 and -2."""
 
     def __init__(self, parts: Parts, target: CausalLM):
@@ -103,7 +88,7 @@ class Eagle1Head(EagleHead):
         return self.target.logits(hidden)
 
 
-class Eagle3Head(EagleHead):
+class Eagle3Head(LlamaHead):
     """EAGLE-3."""
 
     def __init__(self, parts: Parts, target: CausalLM, draft_vocab: int, taps: tuple[int, ...] | None = None):

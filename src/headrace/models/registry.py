@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from headrace.layers.weights import WeightSource
 from headrace.models import gemma, llama, moe, olmo2, qwen2, qwen3
-from headrace.models.blocks import CausalLM, Parts
+from headrace.models.blocks import CausalLM, DecoderLayer, Parts
 from headrace.models.spec import ModelSpec
 from headrace.quant.base import QuantScheme
 from headrace.quant.unquantized import Unquantized
@@ -41,6 +41,13 @@ FAMILIES: dict[str, Family] = {
 def supported() -> dict[str, Family]:
     """Families that `build_model` knows, by name."""
     return dict(sorted(FAMILIES.items()))
+
+
+# families whose layers can be used by themselves, as those of multi-token prediction are
+LAYERS: dict[str, Callable[[Parts, int], DecoderLayer]] = {
+    **dict.fromkeys(("llama", "mistral", "phi3", "qwen2", "qwen3"), llama.layer),
+    **dict.fromkeys(("mixtral", "qwen3_moe", "olmoe"), moe.layer),
+}
 
 
 def build_model(spec: ModelSpec, source: WeightSource, scheme: QuantScheme | None = None) -> CausalLM:

@@ -12,10 +12,10 @@ from headrace.layers.weights import Checkpoint, WeightSource
 from headrace.models.blocks import CausalLM, Parts
 from headrace.models.draft_heads import Eagle1Head, Eagle3Head, EagleHead
 from headrace.models.medusa import MedusaHeads, MedusaKind
-from headrace.models.registry import build_model
+from headrace.models.mtp import MtpHead
+from headrace.models.registry import LAYERS, build_model
 from headrace.models.spec import ModelSpec
 from headrace.quant.base import QuantScheme
-from headrace.quant.online import GROUP
 from headrace.quant.packed import Packed
 from headrace.sampling.grammar import GrammarCompiler, GrammarTokens
 from headrace.sampling.residual import ResidualSampler, SyntheticSampler
@@ -31,6 +31,8 @@ from headrace.spec.ngram import NgramProposer
 from headrace.spec.suffix import SuffixProposer
 from headrace.spec.synthetic import SyntheticProposer
 
+_GROUP = 32  # weights that share a scale in the 8-bit format of heads
+
 
 @dataclass(frozen=True)
 class HeadKind:
@@ -42,13 +44,20 @@ class HeadKind:
 
 
 @dataclass(frozen=True)
+class MtpKind:
+    """What the model's own module for multi-token prediction is like."""
+
+    feature_first: bool  # its projection takes the feature before the embedding
+
+
+@dataclass(frozen=True)
 class DraftSource:
-    """A second model, an EAGLE head or Medusa heads, which draft."""
+    """A second model, a head that continues features, or Medusa heads, which draft."""
 
     spec: ModelSpec
     checkpoint: Checkpoint
     layout: KVLayout  # of its own cache
-    head: HeadKind | None = None  # of EAGLE
+    head: HeadKind | MtpKind | None = None
     medusa: MedusaKind | None = None
 
 
@@ -123,14 +132,17 @@ def _scheme_of_heads(config: EngineConfig, scheme: QuantScheme, spec: ModelSpec)
     """How weights of heads are stored. They are read for every draft, and a guess may be rounded: with 8 bits, but for
     exact mode and for sizes that do not divide."""
     sizes = (spec.hidden_size, spec.intermediate_size, spec.q_size)
-    if config.mode == "exact" or not isinstance(scheme, Packed) or any(size % GROUP for size in sizes):
+    if config.mode == "exact" or not isinstance(scheme, Packed) or any(size % _GROUP for size in sizes):
         return scheme
     return Packed(config.mode, "q8")
 
 
-def build_head(parts: Parts, target: CausalLM, kind: HeadKind) -> EagleHead:
+def build_head(parts: Parts, target: CausalLM, kind: HeadKind | MtpKind) -> EagleHead:
     """The head of a draft's folder, for the model `target`."""
     head: EagleHead
-    head = Eagle3Head(parts, target, kind.draft_vocab, kind.taps) if kind.is_eagle3 else Eagle1Head(parts, target)
+    if isinstance(kind, MtpKind):
+        head = MtpHead(parts, target, LAYERS[parts.spec.family], kind.feature_first)
+    else:
+        head = Eagle3Head(parts, target, kind.draft_vocab, kind.taps) if kind.is_eagle3 else Eagle1Head(parts, target)
     parts.source.finish()
     return head
