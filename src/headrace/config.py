@@ -67,8 +67,9 @@ class EngineArgs:
     max_num_batched_tokens: int | None = option(None, "most tokens in one step; longer prompts are cut into chunks")
     kv_cache: str | int | None = option(None, "size of the KV cache: bytes, 512MiB, 2GB, or 30% of free memory")
     quantize: Literal["none", "q8", "q4"] = option(
-        "none", "quantise float weights while they are loaded, in groups of 32: q8 (8 bits) or q4 (4 bits)"
+        "none", "quantise float weights while they are loaded: q8 (8 bits) or q4 (4 bits)"
     )
+    quantize_group: int = option(32, "weights that share a scale with quantize: 32, or 64 (smaller, and coarser)")
     block_size: int | None = option(None, "tokens in a block of KV cache")
     kv_dtype: Literal["auto", "fp32", "bf16", "int8"] = option(
         "auto", "numbers of the KV cache: fp32, bf16 (half the memory), int8 with a scale a vector (a quarter)"
@@ -145,6 +146,10 @@ class EngineArgs:
             # what is wrong with it is said before a model is loaded
             parse_bytes(self.kv_cache, _MOST_BYTES, "kv_cache")
         parse_bytes(self.gpu_memory, _MOST_BYTES, "gpu_memory")
+        if self.quantize_group not in (32, 64) or isinstance(self.quantize_group, bool):
+            raise ConfigError(f"quantize_group must be 32 or 64, not {_shown(self.quantize_group)}")
+        if self.quantize_group != 32 and self.quantize == "none":
+            raise ConfigError("quantize_group is of weights that quantize makes; give quantize=q8 or q4 too")
         if self.num_draft_tokens is not None and self.speculate == "off":
             raise ConfigError("num_draft_tokens needs a way to draft; give speculate=auto too")
         rate = self.synthetic_acceptance
@@ -198,6 +203,7 @@ class EngineConfig:
     device: str = "cpu"
     dtype: str = "float32"
     quantize: str = "none"
+    quantize_group: int = 32
     suffix_tokens: int = 0
     verify: str = "same"
     synthetic_acceptance: float | None = None

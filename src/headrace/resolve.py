@@ -327,9 +327,10 @@ def resolve(
             reason = "for each request and step what pays most, or nothing"
             choices.append(Choice("speculate", ", ".join(proposers), reason))
     if args.quantize != "none":
-        choices.append(Choice("quantize", args.quantize, "as asked"))
+        choices.append(Choice("quantize", f"{args.quantize}, groups of {args.quantize_group}", "as asked"))
     config = EngineConfig(
         quantize=args.quantize,
+        quantize_group=args.quantize_group,
         verify=args.verify,
         synthetic_acceptance=args.synthetic_acceptance,
         suffix_tokens=_SUFFIX_TOKENS if args.suffix_tokens is None else args.suffix_tokens,

@@ -23,6 +23,7 @@ SPREAD = {
     "Q5_K": 60 * 24,
     "Q6_K": 100 * 24,
 }  # of a weight, in units of its scale
+GROUPED = {"Q4_64": (36, (0, 2), 8), "Q8_64": (66, (0,), 100)}  # bytes of 64 weights, places of fp16 scales, spread
 FORMATS = ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"]  # GGUF's
 
 
@@ -32,6 +33,13 @@ def random_rows(rng: np.random.Generator, format: str, rows: int, k: int, std: f
         data = rng.integers(0, 256, (rows, k // 32, 36), dtype=np.uint8)
         scale = std / 100 * (1 + rng.random((rows, k // 32, 1)))
         data[:, :, :4] = scale.astype(np.float32).view(np.uint8)
+        return data.reshape(rows, -1)
+    if format in GROUPED:
+        size, offsets, spread = GROUPED[format]
+        data = rng.integers(0, 256, (rows, k // 64, size), dtype=np.uint8)
+        for offset in offsets:
+            scale = std / spread * (1 + rng.random((rows, k // 64, 1))) * rng.choice([-1, 1])
+            data[:, :, offset : offset + 2] = scale.astype(np.float16).view(np.uint8)
         return data.reshape(rows, -1)
     if format not in SCALE_OFFSETS:
         values = (rng.standard_normal((rows, k)) * std).astype(np.float32)
@@ -52,6 +60,15 @@ def dequantized(format: str, rows: np.ndarray) -> np.ndarray:
         blocks = rows.reshape(len(rows), -1, 36)
         scale = np.ascontiguousarray(blocks[:, :, :4]).view(np.float32)
         return (blocks[:, :, 4:].view(np.int8) * scale).reshape(len(rows), -1)
+    if format in GROUPED:
+        blocks = rows.reshape(len(rows), -1, GROUPED[format][0])
+        d = np.ascontiguousarray(blocks[:, :, :2]).view(np.float16).astype(np.float32)
+        if format == "Q8_64":
+            return (blocks[:, :, 2:].view(np.int8) * d).reshape(len(rows), -1)
+        m = np.ascontiguousarray(blocks[:, :, 2:4]).view(np.float16).astype(np.float32)
+        q = np.concatenate([blocks[:, :, 4:] & 15, blocks[:, :, 4:] >> 4], -1).astype(np.float32)
+        # the product is exact in float32, so that one rounding is left, as in a fused multiply-add
+        return (q * d + m).reshape(len(rows), -1)
     if format == "F32":
         return rows.view(np.float32)
     if format == "F16":

@@ -7,10 +7,10 @@ import pytest
 
 from headrace.ops.native.library import library
 from headrace.ops.native.packed import Arena, StoredTensor, pack, packed_linear, product
-from native.blocks import FORMATS, dequantized, random_rows
+from native.blocks import FORMATS, GROUPED, dequantized, random_rows
 
 ARENA = Arena()
-ROUNDED = [format for format in [*FORMATS, "I8"] if format != "F32"]  # F32 matrices are multiplied in float32
+ROUNDED = [format for format in [*FORMATS, "I8", *GROUPED] if format != "F32"]  # F32 matrices are multiplied in float32
 
 
 @pytest.fixture

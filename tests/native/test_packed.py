@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from headrace.ops.native.library import library
 from headrace.ops.native.packed import Arena, PackedMatrix, StoredTensor, pack, packed_linear, product, stored_float32
-from native.blocks import FORMATS, dequantized, random_rows
+from native.blocks import FORMATS, GROUPED, dequantized, random_rows
 
 ARENA = Arena()
-ALL = [*FORMATS, "I8"]
+ALL = [*FORMATS, "I8", *GROUPED]
 QUANTISED = [format for format in ALL if format.startswith(("Q", "I"))]
 
 
@@ -66,10 +66,10 @@ def test_product_and_its_bits_in_any_company(path: str, format: str) -> None:
 
 
 @pytest.mark.parametrize("format", QUANTISED)
-@pytest.mark.parametrize("k", [32, 288, 768, 1280])
+@pytest.mark.parametrize("k", [32, 288, 320, 768, 1280])
 def test_sixteen_bit_product_and_its_bits_in_any_company(path: str, format: str, k: int) -> None:
-    if k % 256 and format.endswith("_K"):
-        pytest.skip("rows of whole super-blocks only")
+    if (k % 256 and format.endswith("_K")) or (k % 64 and format in GROUPED):
+        pytest.skip("rows of whole super-blocks or groups only")
     if product("default", format, 1) == "bfloat16":
         pytest.skip("products in bfloat16: test_bf16_products.py")
     n = 77

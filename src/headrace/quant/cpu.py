@@ -15,10 +15,10 @@ from headrace.quant.unquantized import Unquantized
 _told: set[str] = set()  # what this process has been told, once
 
 
-def bind_cpu(num_threads: int, mode: str = "exact", quantize: str = "none") -> QuantScheme:
+def bind_cpu(num_threads: int, mode: str = "exact", quantize: str = "none", group: int = 32) -> QuantScheme:
     """Bind the ops for this process and return the scheme that stores weights for them. `mode` (quant/packed.py): in
-    what numbers weights are multiplied; numpy has float32 only. `quantize` (quant/online.py): ValueError where there
-    are no native kernels to read what it makes.
+    what numbers weights are multiplied; numpy has float32 only. `quantize`, `group` to a scale (quant/online.py):
+    ValueError where there are no native kernels to read what it makes.
 
     Without the native library the engine runs on numpy, and that is said once, with the remedy.
     """
@@ -28,7 +28,7 @@ def bind_cpu(num_threads: int, mode: str = "exact", quantize: str = "none") -> Q
         if mode == "fast" and product(mode, "Q4_1", 1) == product(mode, "Q4_1", 64):
             path = library().path
             _tell(f"headrace: mode=fast is the same as mode=default on this processor (code path {path})")
-        return Packed(mode, quantize)
+        return Packed(mode, quantize, group)
     if quantize != "none":
         raise ValueError(f"quantize={quantize} needs the native kernels ({unavailable_reason()}); leave it out")
     bind_references()

@@ -1,11 +1,12 @@
 """Weights of a float checkpoint quantised while it is loaded, into formats that the native kernels read.
 
-Groups are 32 neighbouring inputs of one output, rounded to nearest with the scale that the format stores (fp16):
+Groups are 32 or 64 neighbouring inputs of one output, rounded to nearest with the scale that the format stores (fp16):
 
-    q8   Q8_0: w = q * d, d = largest |w| / 127
-    q4   Q4_1: w = q * d + m, m = the least w, d = (most - least) / 15; the embedding and the head become q8
+    q8   Q8_0 or Q8_64: w = q * d, d = largest |w| / 127
+    q4   Q4_1 or Q4_64: w = q * d + m, m = the least w, d = (most - least) / 15; the embedding and the head become q8
 
-The layouts of the blocks are ggml's (ggml-org/ggml, src/ggml-common.h).
+The layouts of the blocks of 32 are ggml's (ggml-org/ggml, src/ggml-common.h), and those of 64 the same with twice the
+numbers: a weight then takes 8.25 or 4.5 bits instead of 8.5 or 5.
 """
 
 from __future__ import annotations
@@ -14,20 +15,23 @@ import numpy as np
 
 from headrace.ops.native.packed import StoredTensor
 
-GROUP = 32
+GROUPS = (32, 64)
 _ROWS = 1 << 20  # numbers quantised at a time: temporary memory stays small
 
 
-def quantized(values: np.ndarray, kind: str) -> StoredTensor:
-    """float32 [N, K] as `kind`. Raises ValueError if K does not divide into groups or a number is not finite."""
+def quantized(values: np.ndarray, kind: str, group: int = 32) -> StoredTensor:
+    """float32 [N, K] as `kind`, `group` (one of GROUPS) numbers to a scale. Raises ValueError if K does not divide into
+    groups or a number is not finite."""
     rows, inputs = values.shape
-    if inputs % GROUP:
-        raise ValueError(f"{inputs} inputs do not divide into groups of {GROUP}; leave out quantize")
-    quantize, name, size = {"q8": (_q8, "Q8_0", 34), "q4": (_q4, "Q4_1", 20)}[kind]
-    out = np.empty((rows, inputs // GROUP, size), np.uint8)
+    if inputs % group:
+        remedy = "leave out quantize" if inputs % GROUPS[0] else f"give quantize_group={GROUPS[0]}"
+        raise ValueError(f"{inputs} inputs do not divide into groups of {group}; {remedy}")
+    quantize, bits, head = {"q8": (_q8, 8, 2), "q4": (_q4, 4, 4)}[kind]
+    name = {"q8": {32: "Q8_0", 64: "Q8_64"}, "q4": {32: "Q4_1", 64: "Q4_64"}}[kind][group]
+    out = np.empty((rows, inputs // group, head + group * bits // 8), np.uint8)
     step = max(1, _ROWS // inputs)
     for first in range(0, rows, step):
-        part = np.asarray(values[first : first + step], np.float32).reshape(-1, inputs // GROUP, GROUP)
+        part = np.asarray(values[first : first + step], np.float32).reshape(-1, inputs // group, group)
         if not np.isfinite(part).all():
             raise ValueError("holds values that are not finite")
         quantize(part, out[first : first + step])
@@ -58,4 +62,5 @@ def _q4(part: np.ndarray, out: np.ndarray) -> None:
     q = np.clip(np.rint((part - least.astype(np.float32)) * _inverse(scale)), 0, 15).astype(np.uint8)
     out[..., :2] = scale.view(np.uint8)
     out[..., 2:4] = least.view(np.uint8)
-    out[..., 4:] = q[..., :16] | q[..., 16:] << 4
+    half = q.shape[-1] // 2
+    out[..., 4:] = q[..., :half] | q[..., half:] << 4

@@ -23,10 +23,17 @@ class PackedLinear:
     input_quant: str | None = None
 
     def __init__(
-        self, mode: str = "exact", quantize: str = "none", arena: Arena | None = None, floats_exact: bool = False
+        self,
+        mode: str = "exact",
+        quantize: str = "none",
+        arena: Arena | None = None,
+        *,
+        group: int = 32,
+        floats_exact: bool = False,
     ) -> None:
-        """`quantize`: what becomes of weights that are stored as floats (quant/online.py). `floats_exact`: those that
-        stay floats are multiplied in float32 in every mode."""
+        """`quantize`: what becomes of weights that are stored as floats, `group` to a scale (quant/online.py).
+        `floats_exact`: those that stay floats are multiplied in float32 in every mode."""
+        self._group = group
         self._floats_exact = floats_exact
         self._mode = mode
         self._quantize = quantize
@@ -51,7 +58,7 @@ class PackedLinear:
             return stored
         if stored.format not in FLOATS:
             raise ValueError(f"is quantised already, as {stored.format}; leave out quantize")
-        made = quantized(stored.floats(), self._quantize)
+        made = quantized(stored.floats(), self._quantize, self._group)
         if stored.release is not None:
             stored.release()
         return made
@@ -71,10 +78,10 @@ class Packed:
 
     name = "packed"
 
-    def __init__(self, mode: str = "exact", quantize: str = "none") -> None:
+    def __init__(self, mode: str = "exact", quantize: str = "none", group: int = 32) -> None:
         arena = Arena()
-        self._method = PackedLinear(mode, quantize, arena)
-        self._vocabulary = self._method if quantize == "none" else PackedLinear(mode, "q8", arena)
+        self._method = PackedLinear(mode, quantize, arena, group=group)
+        self._vocabulary = self._method if quantize == "none" else PackedLinear(mode, "q8", arena, group=group)
         self._plain = PackedLinear(mode, "none", arena, floats_exact=True)
 
     def expert(self, parts: Sequence[StoredTensor], in_size: int) -> PackedMatrix:

@@ -31,7 +31,7 @@ class Worker:
         draft: DraftSource | None = None,
     ):
         """Without `grammars` no request may have one. `draft`: the model that drafts, if the configuration has one."""
-        scheme = bind_cpu(config.num_threads, config.mode, config.quantize)
+        scheme = bind_cpu(config.num_threads, config.mode, config.quantize, config.quantize_group)
         self.model = build_model(spec, WeightSource(checkpoint), scheme)
         backend, self.attention_refusals = select_backend(
             "cpu", layout.kv_format, self.model.attention_layers, layout.block_size, attention_backend

@@ -17,7 +17,7 @@ import numpy as np
 
 from headrace.ops.native.recording import current
 
-ABI = 6
+ABI = 7
 # HEADRACE_NATIVE_LIBRARY names another build of it, such as one with sanitizers
 LIBRARY = Path(os.environ.get("HEADRACE_NATIVE_LIBRARY") or Path(__file__).with_name("libheadrace.so"))
 PATHS = ("amx", "avx512", "avx2", "portable")  # best first

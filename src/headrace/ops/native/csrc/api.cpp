@@ -213,7 +213,7 @@ struct AttentionWork {
 
 using namespace headrace;
 
-EXPORT int headrace_abi() { return 6; }
+EXPORT int headrace_abi() { return 7; }
 
 // Chooses the code path `forced`, or the best one where it is empty. Returns its name, null if it cannot run here.
 EXPORT const char* headrace_select_path(const char* forced) {

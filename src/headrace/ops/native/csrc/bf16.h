@@ -188,7 +188,7 @@ struct Bf16Table {
   void fill() {  // F32 is not here: such a matrix is multiplied in float32
     add_format<F16>(), add_format<BF16>(), add_format<Q4_0>(), add_format<Q4_1>(), add_format<Q5_0>();
     add_format<Q5_1>(), add_format<Q8_0>(), add_format<Q4_K>(), add_format<Q5_K>(), add_format<Q6_K>();
-    add_format<I8>();
+    add_format<I8>(), add_format<Q4_64>(), add_format<Q8_64>();
   }
 };
 static Bf16Table kBf16;

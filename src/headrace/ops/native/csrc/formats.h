@@ -131,6 +131,53 @@ struct Bytes {
   INLINE f get(int, int j, int p) const { return mul(byte(w[p], j), d[p]); }
 };
 
+// Q4_64: w = q * d + m, a d and an m for 64 k, in the order of K in the header.
+struct GroupNibbles {
+  static constexpr int kSteps = 4, kPer = 8, kHasHeader = 1;
+  const uint8_t *at, *scales;
+  int opened;  // blocks since the header
+  f d[P], m[P];
+  i w[P];
+  INLINE void header(const uint8_t* at_header) {
+    scales = at_header;
+    opened = 0;
+  }
+  INLINE void open(const uint8_t* block) {
+    at = block;
+    const uint8_t* own = scales + opened++ / 2 * 128;
+    for (int p = 0; p < P; ++p) {
+      d[p] = half(own + p * W * 2);
+      m[p] = half(own + 64 + p * W * 2);
+    }
+  }
+  INLINE void word(int z) {
+    for (int p = 0; p < P; ++p) w[p] = words(at + (group_of(p) * 4 + z) * 64 + within(p));
+  }
+  INLINE f get(int, int j, int p) const { return fma(nibble(w[p], nibble_shift(j)), d[p], m[p]); }
+};
+
+// Q8_64: w = q * d, a d for 64 k.
+struct GroupBytes {
+  static constexpr int kSteps = 8, kPer = 4, kHasHeader = 1;
+  const uint8_t *at, *scales;
+  int opened;
+  f d[P];
+  i w[P];
+  INLINE void header(const uint8_t* at_header) {
+    scales = at_header;
+    opened = 0;
+  }
+  INLINE void open(const uint8_t* block) {
+    at = block;
+    const uint8_t* own = scales + opened++ / 2 * 64;
+    for (int p = 0; p < P; ++p) d[p] = half(own + p * W * 2);
+  }
+  INLINE void word(int z) {
+    for (int p = 0; p < P; ++p) w[p] = unbias(words(at + (group_of(p) * 8 + z) * 64 + within(p)));
+  }
+  INLINE f get(int, int j, int p) const { return mul(byte(w[p], j), d[p]); }
+};
+
 template <int kFormat> struct DecoderOf;
 template <> struct DecoderOf<F32> { using type = Plain<F32>; };
 template <> struct DecoderOf<F16> { using type = Plain<F16>; };
@@ -144,3 +191,5 @@ template <> struct DecoderOf<I8> { using type = Bytes<true>; };
 template <> struct DecoderOf<Q4_K> { using type = NibblesK<false>; };
 template <> struct DecoderOf<Q5_K> { using type = NibblesK<true>; };
 template <> struct DecoderOf<Q6_K> { using type = SixBits; };
+template <> struct DecoderOf<Q4_64> { using type = GroupNibbles; };
+template <> struct DecoderOf<Q8_64> { using type = GroupBytes; };

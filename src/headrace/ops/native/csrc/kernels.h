@@ -13,6 +13,8 @@
 //   high 256      (Q6_K) a uint32 per output for k < 16 and one for the rest: two bits at 8 (k % 4) + 2 (k % 16 / 4)
 //   scales        fp16 d [32] (I8: float32), then fp16 m [32] where the format has one: w = q * d + m
 //   K formats     a header every 8 blocks (fp16 D [32], fp16 DM [32]) and byte scales in each block
+//   Q*_64         a header every 8 blocks, and nothing beside the q in them: for each pair of blocks fp16 d [32], then
+//                 (Q4_64) fp16 m [32]
 //
 // Plain formats (F32, F16, BF16) are 32 values per k.
 #pragma once
@@ -23,12 +25,12 @@ namespace headrace {
 
 constexpr int kPanel = 32;    // outputs in a panel
 constexpr int kBlock = 32;    // k in a block of a quantised format
-constexpr int kSuper = 8;     // blocks under one header of a K format
+constexpr int kSuper = 8;     // blocks under one header
 constexpr int kTile = 64;     // positions in a tile of attention
 constexpr int kChunk = 256;   // positions whose attention is one partial result
 constexpr int kPrefetch = 4096;  // bytes ahead: 1 KiB was clearly slower, 2 to 16 KiB alike
 
-enum Format : int { F32 = 0, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, I8, kNumFormats };
+enum Format : int { F32 = 0, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, I8, Q4_64, Q8_64, kNumFormats };
 
 struct FormatInfo {
   int block;         // k per block: 1 or 32
@@ -42,7 +44,7 @@ constexpr FormatInfo kFormats[kNumFormats] = {
     {1, 128, 0, 1, 4},      {1, 64, 0, 1, 2},      {1, 64, 0, 1, 2},       {32, 576, 0, 32, 18},
     {32, 640, 0, 32, 20},   {32, 704, 0, 32, 22},  {32, 768, 0, 32, 24},   {32, 1088, 0, 32, 34},
     {32, 576, 128, 256, 144}, {32, 704, 128, 256, 176}, {32, 832, 64, 256, 210},
-    {32, 1152, 0, 32, 36},
+    {32, 1152, 0, 32, 36},  {32, 512, 512, 64, 36}, {32, 1024, 256, 64, 66},
 };
 
 // Bytes of one panel of a matrix with `k` inputs.

@@ -150,6 +150,7 @@ struct LinearTable {
     add_format<F32>(), add_format<F16>(), add_format<BF16>();
     add_format<Q4_0>(), add_format<Q4_1>(), add_format<Q5_0>(), add_format<Q5_1>(), add_format<Q8_0>();
     add_format<Q4_K>(), add_format<Q5_K>(), add_format<Q6_K>(), add_format<I8>();
+    add_format<Q4_64>(), add_format<Q8_64>();
   }
 };
 static LinearTable kLinear;

@@ -21,14 +21,17 @@ struct NibblePairs {
   INLINE static void word(Decoder& decoder, int z) { decoder.word(z); }
   INLINE static i pair(const Decoder& decoder, int z, int j, int p) {
     const i low = and_word(shift_right(decoder.w[p], 4 * j), 0x000F000F);
-    if (!kHigh) return low;
-    return or_words(low, shift_left(and_word(shift_right(decoder.high[p], 8 * (j / 2) + 2 * z + j % 2), 0x00010001), 4));
+    if constexpr (!kHigh) return low;
+    else
+      return or_words(low, shift_left(and_word(shift_right(decoder.high[p], 8 * (j / 2) + 2 * z + j % 2), 0x00010001), 4));
   }
 };
 template <bool kHigh, bool kSymmetric>
 struct Pairs<Nibbles<kHigh, kSymmetric>> : NibblePairs<kHigh, Nibbles<kHigh, kSymmetric>> {};
 template <bool kHigh>
 struct Pairs<NibblesK<kHigh>> : NibblePairs<kHigh, NibblesK<kHigh>> {};
+template <>
+struct Pairs<GroupNibbles> : NibblePairs<false, GroupNibbles> {};
 
 template <>
 struct Pairs<SixBits> {
@@ -42,17 +45,21 @@ struct Pairs<SixBits> {
   }
 };
 
-template <bool kWide>
-struct Pairs<Bytes<kWide>> {
+template <class Decoder>
+struct BytePairs {
   static constexpr bool kHasMin = false;
   static constexpr int kScales = 1;
   // A word of bytes is four k, so a word here is two of them; pairs 0 and 2 come from the first.
-  INLINE static void word(Bytes<kWide>&, int) {}
-  INLINE static i pair(const Bytes<kWide>& decoder, int z, int j, int p) {
+  INLINE static void word(Decoder&, int) {}
+  INLINE static i pair(const Decoder& decoder, int z, int j, int p) {
     const i w = unbias(words(decoder.at + (group_of(p) * 8 + 2 * z + j % 2) * 64 + within(p)));
     return j < 2 ? low_bytes(w) : high_bytes(w);
   }
 };
+template <bool kWide>
+struct Pairs<Bytes<kWide>> : BytePairs<Bytes<kWide>> {};
+template <>
+struct Pairs<GroupBytes> : BytePairs<GroupBytes> {};
 
 // Rounds a token to 16-bit integers, in the order of pairs.
 static void quantize16(const float* x, int k, int16_t* q, float* sums, float* scales) {
@@ -251,6 +258,7 @@ struct Linear16Table {
   void fill() {
     add_format<Q4_0>(), add_format<Q4_1>(), add_format<Q5_0>(), add_format<Q5_1>(), add_format<Q8_0>();
     add_format<Q4_K>(), add_format<Q5_K>(), add_format<Q6_K>(), add_format<I8>();
+    add_format<Q4_64>(), add_format<Q8_64>();
   }
 };
 static Linear16Table kLinear16;

@@ -1,7 +1,8 @@
 // From the rows of a file to panels (kernels.h) and back. Plain code: a model is packed once, by all threads.
 //
 // Block layouts of the files: ggml's quantisation types (ggml-org/ggml, src/ggml-common.h and docs/gguf.md). I8 is what
-// loading/compressed.py makes of int8 weights: 32 k are a float32 scale and 32 signed bytes.
+// loading/compressed.py makes of int8 weights: 32 k are a float32 scale and 32 signed bytes. Q4_64 and Q8_64 are what
+// quant/online.py makes: 64 k are fp16 d, fp16 m and 32 bytes, whose low nibbles come first; or fp16 d and 64 signed bytes.
 #include <cstring>
 
 #include "kernels.h"
@@ -77,6 +78,13 @@ void read_block(int format, const uint8_t* row, int block, Elements* e) {
     case Q8_0:
       for (int k = 0; k < kBlock; ++k) e->q[k] = s[2 + k] ^ 0x80;
       break;
+    case Q4_64:
+      e->m = read16(s + 2);
+      for (int k = 0; k < kBlock; ++k) e->q[k] = block % 2 ? s[4 + k] >> 4 : s[4 + k] & 15;
+      break;
+    case Q8_64:
+      for (int k = 0; k < kBlock; ++k) e->q[k] = s[2 + block % 2 * kBlock + k] ^ 0x80;
+      break;
     case I8:
       e->wide = read32(s);
       for (int k = 0; k < kBlock; ++k) e->q[k] = s[4 + k] ^ 0x80;
@@ -115,12 +123,13 @@ void write_nibbles(const uint8_t* q, int output, uint8_t* out) {
   }
 }
 
-// Writes elements as output `output` of a panel's block. `header` is the place of the super-block's header.
-void write_block(int format, const Elements& e, int output, uint8_t* block, uint8_t* header) {
-  if (format == Q8_0 || format == I8) {
+// Writes elements as output `output` of a panel's block, the j-th behind `header`.
+void write_block(int format, const Elements& e, int output, uint8_t* block, uint8_t* header, int j) {
+  if (format == Q8_0 || format == I8 || format == Q8_64) {
     for (int z = 0; z < 8; ++z)
       write32(block + ((output / 16 * 8 + z) * 16 + output % 16) * 4, read32(e.q + 4 * z));
     if (format == I8) write32(block + 1024 + 4 * output, e.wide);
+    else if (format == Q8_64) write16(header + j / 2 * 64 + 2 * output, e.d);
     else write16(block + 1024 + 2 * output, e.d);
     return;
   }
@@ -145,6 +154,9 @@ void write_block(int format, const Elements& e, int output, uint8_t* block, uint
     scales[32 + output] = e.mn;
     write16(header + 2 * output, e.d);
     write16(header + 64 + 2 * output, e.m);
+  } else if (format == Q4_64) {
+    write16(header + j / 2 * 128 + 2 * output, e.d);
+    write16(header + j / 2 * 128 + 64 + 2 * output, e.m);
   } else {
     write16(scales + 2 * output, e.d);
     if (format == Q4_1 || format == Q5_1) write16(scales + 64 + 2 * output, e.m);
@@ -202,7 +214,7 @@ int pack_panel(int format, const uint8_t* rows, size_t row_bytes, const int64_t*
         header = at;
         at += info.header_bytes;
       }
-      write_block(format, e, output, at, header);
+      write_block(format, e, output, at, header, block % kSuper);
       at += info.block_bytes;
     }
   }
@@ -228,8 +240,9 @@ void unpack_row(int format, const uint8_t* matrix, int k, int row, float* out) {
         const uint32_t bits = format == F32 ? read32(at + 4 * output) : static_cast<uint32_t>(read16(at + 2 * output)) << 16;
         std::memcpy(out + block, &bits, 4);
       }
-    } else if (format == Q8_0 || format == I8) {
-      float d = half_to_float(read16(at + 1024 + 2 * output));
+    } else if (format == Q8_0 || format == I8 || format == Q8_64) {
+      const uint8_t* scale = format == Q8_64 ? header + block % kSuper / 2 * 64 : at + 1024;
+      float d = half_to_float(read16(scale + 2 * output));
       if (format == I8) std::memcpy(&d, at + 1024 + 4 * output, 4);
       const uint8_t* q = at + (output / 16 * 8 * 16 + output % 16) * 4;
       for (int e = 0; e < kBlock; ++e) out[block * kBlock + e] = static_cast<float>(q[e / 4 * 64 + e % 4] - 128) * d;
@@ -237,14 +250,16 @@ void unpack_row(int format, const uint8_t* matrix, int k, int row, float* out) {
       const uint8_t* scales = at + (five ? 640 : 512);
       const uint32_t bits = five || format == Q6_K ? read32(at + 512 + 4 * output) : 0;
       const uint32_t more = format == Q6_K ? read32(at + 640 + 4 * output) : 0;
-      float d = half_to_float(read16((info.header_bytes ? header : scales) + 2 * output)), m = 0.0f;
+      const uint8_t* halves = info.header_bytes ? header : scales;  // where d and m lie
+      if (format == Q4_64) halves += block % kSuper / 2 * 128;
+      float d = half_to_float(read16(halves + 2 * output)), m = 0.0f;
       const float big = d;
       if (format == Q4_0) m = -8.0f * d;
       else if (format == Q5_0) m = -16.0f * d;
-      else if (format == Q4_1 || format == Q5_1) m = half_to_float(read16(scales + 64 + 2 * output));
+      else if (format == Q4_1 || format == Q5_1 || format == Q4_64) m = half_to_float(read16(halves + 64 + 2 * output));
       else if (format != Q6_K) {
         d = big * static_cast<float>(scales[output]);
-        m = -half_to_float(read16(header + 64 + 2 * output)) * static_cast<float>(scales[32 + output]);
+        m = -half_to_float(read16(halves + 64 + 2 * output)) * static_cast<float>(scales[32 + output]);
       }
       for (int e = 0; e < kBlock; ++e) {
         const uint32_t word = read32(at + ((output / 16 * 4 + e / 8) * 16 + output % 16) * 4);

@@ -21,7 +21,7 @@ struct NibblePlanes {
         w[p][2 * z] = and_word(word, 0x0F0F0F0F);
         w[p][2 * z + 1] = and_word(shift_right(word, 4), 0x0F0F0F0F);
       }
-      if (kHigh) {
+      if constexpr (kHigh) {
 #pragma GCC unroll 8
         for (int q = 0; q < 8; ++q) {
           const i bits = q < 4 ? shift_left(decoder.high[p], 4 - q) : shift_right(decoder.high[p], q - 4);
@@ -35,6 +35,8 @@ template <bool kHigh, bool kSymmetric>
 struct Planes<Nibbles<kHigh, kSymmetric>> : NibblePlanes<kHigh, Nibbles<kHigh, kSymmetric>> {};
 template <bool kHigh>
 struct Planes<NibblesK<kHigh>> : NibblePlanes<kHigh, NibblesK<kHigh>> {};
+template <>
+struct Planes<GroupNibbles> : NibblePlanes<false, GroupNibbles> {};
 
 template <>
 struct Planes<SixBits> {
@@ -53,17 +55,21 @@ struct Planes<SixBits> {
   }
 };
 
-template <bool kWide>
-struct Planes<Bytes<kWide>> {
+template <class Decoder>
+struct BytePlanes {
   static constexpr bool kHasMin = false;
   static constexpr int kScales = 1, kOffset = 128;
-  INLINE static void unpack(const Bytes<kWide>& decoder, i (*w)[8]) {
+  INLINE static void unpack(const Decoder& decoder, i (*w)[8]) {
 #pragma GCC unroll 2
     for (int p = 0; p < P; ++p)
 #pragma GCC unroll 8
       for (int q = 0; q < 8; ++q) w[p][q] = words(decoder.at + (p * 8 + q) * 64);
   }
 };
+template <bool kWide>
+struct Planes<Bytes<kWide>> : BytePlanes<Bytes<kWide>> {};
+template <>
+struct Planes<GroupBytes> : BytePlanes<GroupBytes> {};
 
 // One block in registers. d: of each of the block's scales.
 template <class Plane>
@@ -235,7 +241,7 @@ struct PlanesTable {
   void fill() {
     of[Q4_0] = planes<Q4_0>, of[Q4_1] = planes<Q4_1>, of[Q5_0] = planes<Q5_0>, of[Q5_1] = planes<Q5_1>;
     of[Q8_0] = planes<Q8_0>, of[Q4_K] = planes<Q4_K>, of[Q5_K] = planes<Q5_K>, of[Q6_K] = planes<Q6_K>;
-    of[I8] = planes<I8>;
+    of[I8] = planes<I8>, of[Q4_64] = planes<Q4_64>, of[Q8_64] = planes<Q8_64>;
   }
 };
 static PlanesTable kPlanes;
