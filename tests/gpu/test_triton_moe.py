@@ -21,10 +21,16 @@ def block(random, dtype, num=5, hidden=48, inner=40, bias=False, activation="sil
     )
 
 
-def in_float32(experts):
-    return Experts(
-        experts.gate_up.float(), experts.down.float(), experts.activation, experts.gate_up_bias, experts.down_bias
-    )
+def definition(x, scores, experts, routing):
+    """What the op's reference gives, in float32 on the CPU."""
+
+    def plain(array):
+        return None if array is None else array.float().cpu()
+
+    weights = (plain(experts.gate_up), plain(experts.down))
+    biases = (plain(experts.gate_up_bias), plain(experts.down_bias))
+    block = Experts(*weights, experts.activation, *biases)
+    return ops.moe.reference(plain(x), plain(scores), block, routing).to(x.device)
 
 
 @pytest.mark.parametrize("normalise", [False, True])
@@ -55,7 +61,7 @@ def test_scores_that_are_no_numbers_choose_some_experts(device):
 def test_the_block_against_its_definition(random, dtype, tolerance, tokens, bias, activation):
     experts, x = block(random, dtype, bias=bias, activation=activation), random(tokens, 48).to(dtype)
     scores, routing = random(tokens, 5), Routing(2, True)
-    want = ops.moe.reference(x.float(), scores, in_float32(experts), routing)
+    want = definition(x, scores, experts, routing)
     found = triton_moe.moe(x, scores, experts, routing)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, want, rtol=tolerance, atol=tolerance * float(want.abs().max()))
@@ -65,7 +71,7 @@ def test_many_tokens_of_one_expert_and_experts_without_any(random, dtype, tolera
     experts, x = block(random, dtype, num=20), random(50, 48).to(dtype)
     scores = torch.zeros((50, 20), device=x.device)
     scores[:, 7], scores[:25, 19] = 4.0, 3.0
-    want = ops.moe.reference(x.float(), scores, in_float32(experts), Routing(1, False))
+    want = definition(x, scores, experts, Routing(1, False))
     found = triton_moe.moe(x, scores, experts, Routing(1, False))
     torch.testing.assert_close(found, want, rtol=tolerance, atol=tolerance * float(want.abs().max()))
 
