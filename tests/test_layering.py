@@ -25,11 +25,11 @@ LAYERS = {
     "models": {"ops", "layers", "attention.base", "quant"},
     "sampling": {"ops", "core", "config"},
     "spec": {"ops", "core", "sampling"},
-    "spec.medusa": {"ops", "core", "models.medusa"},
     "spec.eagle": {
         "ops", "core", "attention.base", "models.draft_heads", "worker.batch", "worker.kv_cache", "worker.launcher",
         "worker.table",
     },
+    "spec.parallel_draft": {"ops", "core", "attention.base", "models.blocks"},
     "spec.draft_runner": {
         "ops", "core", "attention.base", "models.blocks", "worker.batch", "worker.kv_cache", "worker.recorded",
         "worker.table",

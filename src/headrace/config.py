@@ -14,7 +14,7 @@ from typing import Any, Literal
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
 DTYPES = ("bfloat16", "float16", "float32")
-NETWORKS = ("draft", "eagle", "medusa", "mtp")  # what draft_model can be, or, of mtp, a part of the model itself
+NETWORKS = ("draft", "eagle", "medusa", "mlp", "mtp")  # what draft_model can be, or, of mtp, a part of the model
 PROPOSERS = ("suffix", "ngram", *NETWORKS)  # in the order in which they are asked
 MOST_DRAFTS = 64  # at a time
 SPECULATE = ("off", "auto", *PROPOSERS, "synthetic")
@@ -78,11 +78,13 @@ class EngineArgs:
     scheduling: Literal["fcfs", "priority"] = option("fcfs", "order in which waiting requests are admitted")
     num_threads: int | None = option(None, "processor threads of the native kernels; none: all this process may use")
     attention_backend: str | None = option(None, "attention kernels to use instead of the selector's choice")
-    speculate: Literal["off", "auto", "suffix", "ngram", "draft", "eagle", "medusa", "mtp", "synthetic"] = option(
-        "off",
-        "draft tokens and verify them together: ngram and suffix look the text up (suffix also in past outputs); "
-        "draft, eagle and medusa ask draft_model, mtp a part of the model; auto takes for each request what pays most; "
-        "synthetic: benchmarks",
+    speculate: Literal["off", "auto", "suffix", "ngram", "draft", "eagle", "medusa", "mlp", "mtp", "synthetic"] = (
+        option(
+            "off",
+            "draft tokens and verify them together: ngram and suffix look the text up (suffix also in past outputs); "
+            "draft, eagle, medusa and mlp ask draft_model, mtp a part of the model; auto takes for each request what "
+            "pays most; synthetic: benchmarks",
+        )
     )
     verify: Literal["same", "residual"] = option(
         "same",
@@ -93,7 +95,7 @@ class EngineArgs:
         None, "with speculate=synthetic: accept drafts at this rate, whatever they are; the text is meaningless"
     )
     draft_model: str | None = option(
-        None, "a smaller model with the same tokens, as for model, or the folder of an EAGLE head or of Medusa heads"
+        None, "a smaller model with the same tokens, as for model, or the folder of draft heads (EAGLE, Medusa, MLP)"
     )
     num_draft_tokens: int | None = option(None, "verify always so many drafts; none: as many as the cost model advises")
     suffix_tokens: int | None = option(None, "tokens of past outputs that suffix searches; 0: none")

@@ -158,7 +158,8 @@ def _proposers(args: EngineArgs, drafter: str | None) -> tuple[str, ...]:
     if args.speculate == "auto":
         return tuple(name for name in PROPOSERS if name not in NETWORKS or name == drafter)
     if args.speculate in NETWORKS and args.speculate != drafter:
-        what = {"eagle": "an EAGLE head", "medusa": "Medusa heads"}.get(drafter or "", "a model")
+        names = {"eagle": "an EAGLE head", "medusa": "Medusa heads", "mlp": "an MLP speculator"}
+        what = names.get(drafter or "", "a model")
         raise ConfigError(f"draft_model {args.draft_model} is {what}; give speculate={drafter}")
     return (args.speculate,)
 

@@ -8,7 +8,7 @@ from safetensors.numpy import load_file, save_file
 
 from headrace import LLM, SamplingParams
 from headrace.loading.errors import CheckpointError
-from headrace.spec.medusa import MedusaRunner
+from headrace.spec.state_heads import StateRunner
 from tiny import write_tiny_llama
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
@@ -55,14 +55,14 @@ def test_drafts_are_the_best_tokens_of_each_head(models, heads, monkeypatch):
         for name, each in load_file(f"{models[heads]}/medusa_lm_head.safetensors").items()
     }
     states, compared = {}, []
-    keep = MedusaRunner._keep
+    keep = StateRunner._keep
 
     def kept(self, step):
         for row, start, first, end in zip(step.rows, step.starts, step.query_start, step.query_start[1:], strict=False):
             states.update({(int(row), int(start) + i): np.array(step.values[first + i]) for i in range(end - first)})
         keep(self, step)
 
-    monkeypatch.setattr(MedusaRunner, "_keep", kept)
+    monkeypatch.setattr(StateRunner, "_keep", kept)
     with LLM(models["target"], speculate="medusa", draft_model=models[heads], num_draft_tokens=8, mode="exact") as llm:
         (proposer,) = llm.engine._worker.proposer._proposers.values()
         propose = proposer.propose

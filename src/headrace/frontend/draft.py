@@ -10,14 +10,14 @@ from headrace.core.kv_layout import KVLayout
 from headrace.device.cpu import CpuFacts
 from headrace.frontend.tokenizer import Tokenizer
 from headrace.loading.checkpoint import LoadedCheckpoint, open_checkpoint
-from headrace.loading.draft_heads import HeadCheckpoint, MedusaCheckpoint, is_head, is_medusa
+from headrace.loading.draft_heads import HeadCheckpoint, MedusaCheckpoint, MlpCheckpoint, is_head, is_medusa, is_mlp
 from headrace.loading.mtp import MtpCheckpoint
 from headrace.loading.store import resolve_model
 from headrace.models.spec import ModelSpec
 from headrace.resolve import Choice, resolve_draft
-from headrace.worker.drafting import DraftSource, HeadKind, MedusaKind, MtpKind
+from headrace.worker.drafting import DraftSource, HeadKind, MedusaKind, MlpKind, MtpKind
 
-Drafter = LoadedCheckpoint | HeadCheckpoint | MedusaCheckpoint | MtpCheckpoint
+Drafter = LoadedCheckpoint | HeadCheckpoint | MedusaCheckpoint | MlpCheckpoint | MtpCheckpoint
 
 
 def open_draft(name: str | None, speculate: str, target: LoadedCheckpoint) -> Drafter | None:
@@ -27,6 +27,8 @@ def open_draft(name: str | None, speculate: str, target: LoadedCheckpoint) -> Dr
         return _own_module(speculate, target)
     if is_medusa(Path(name)):
         return MedusaCheckpoint(Path(name))
+    if is_mlp(Path(name)):
+        return MlpCheckpoint(Path(name))
     if is_head(Path(name)):
         return HeadCheckpoint(Path(name))
     return open_checkpoint(resolve_model(name))
@@ -55,7 +57,7 @@ def kind_of(draft: Drafter | None) -> str | None:
     """The proposer that a draft model or head makes."""
     if draft is None:
         return None
-    kinds = {MedusaCheckpoint: "medusa", HeadCheckpoint: "eagle", MtpCheckpoint: "mtp"}
+    kinds = {MedusaCheckpoint: "medusa", MlpCheckpoint: "mlp", HeadCheckpoint: "eagle", MtpCheckpoint: "mtp"}
     return kinds.get(type(draft), "draft")
 
 
@@ -64,16 +66,21 @@ def draft_source(
 ) -> tuple[DraftSource, list[Choice]]:
     """What a worker is given of it, beside a model of `spec` with a cache of `layout`; ConfigError if it does not
     fit."""
-    if isinstance(draft, MedusaCheckpoint):  # heads without layers: nothing of theirs is cached
-        medusa = MedusaKind(draft.num_heads, draft.num_blocks, draft.draft_vocab or spec.vocab_size)
-        return DraftSource(replace(spec, num_layers=1, windows=()), draft, layout, None, medusa), []
+    if isinstance(draft, MedusaCheckpoint | MlpCheckpoint):  # heads without layers: nothing of theirs is cached
+        states: MedusaKind | MlpKind
+        if isinstance(draft, MedusaCheckpoint):
+            states = MedusaKind(draft.num_heads, draft.num_blocks, draft.draft_vocab or spec.vocab_size)
+        else:
+            states = MlpKind(draft.num_heads, draft.state_size, draft.inner_size, draft.vocab_size, draft.scale_input)
+        return DraftSource(replace(spec, num_layers=1, windows=()), draft, layout, states=states), []
     cut, choice = resolve_draft(config, layout, draft.spec, draft.num_bytes, facts)
     kind: HeadKind | MtpKind | None = None
     if isinstance(draft, HeadCheckpoint):
         kind = HeadKind(draft.is_eagle3, draft.draft_vocab, draft.taps)
     elif isinstance(draft, MtpCheckpoint):
         kind = MtpKind(draft.feature_first)
-    return DraftSource(draft.spec, draft, cut, kind), [choice]
+    mask_token = getattr(draft, "mask_token", None)
+    return DraftSource(draft.spec, draft, cut, kind, mask_token=mask_token), [choice]
 
 
 def check_same_tokens(tokenizer: Tokenizer, draft: LoadedCheckpoint) -> None:

@@ -60,6 +60,7 @@ class LoadedCheckpoint:
 
     spec: ModelSpec
     mtp: MtpCheckpoint | None = None  # a module for multi-token prediction that it holds too
+    mask_token: int | None = None  # of a model tuned to guess several tokens at once, which stands for those
     path: Path
     name: str
     num_bytes: int  # of the weight files
@@ -202,6 +203,7 @@ class FolderCheckpoint(LoadedCheckpoint):
         names = set(self._weights.names())
         if self._int8 is not None:
             names = (names - self._int8.hidden) | self._int8.matrices
+        self.mask_token = _mask_token(config, path)
         own, modules = split_mtp(sorted(names), self.spec.num_layers)
         self.mtp = MtpCheckpoint(self, modules) if modules else None
         named = ((text_name(stored), stored) for stored in own)
@@ -282,6 +284,16 @@ class DummyModel(LoadedCheckpoint):
         from headrace.frontend.tokenizer import Tokenizer
 
         return Tokenizer.from_folder(self.path.parent)
+
+
+def _mask_token(config: dict[str, Any], path: Path) -> int | None:
+    """As PARD's authors name it, or others."""
+    for key in ("pard_token", "ptd_token_id"):
+        if (value := config.get(key)) is not None:
+            if type(value) is not int:
+                raise CheckpointError(f"{path}: {key} must be a token id, not {value!r}")
+            return value
+    return None
 
 
 def _is_compressed(config: Any, path: Path) -> bool:

@@ -1,5 +1,5 @@
-"""Folders with draft heads: config.json and safetensors as the authors of EAGLE and Medusa, or `speculators`, publish
-them."""
+"""Folders with draft heads: config.json and safetensors as the authors of EAGLE, Medusa and MLP speculators, or
+`speculators`, publish them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 
 from headrace.loading.errors import CheckpointError
 from headrace.loading.hf_config import spec_from_config
+from headrace.loading.hf_families import Reader
 from headrace.loading.json_file import read_json
 from headrace.loading.safetensors_file import SafetensorsFolder
 from headrace.models.spec import ModelSpec
@@ -64,6 +65,20 @@ class HeadCheckpoint(_Renamed):
             raise CheckpointError(f"{path}: is no EAGLE head: it has no tensor fc.weight")
 
 
+class MlpCheckpoint(_Renamed):
+    """An MLP speculator on disk, names without "speculator."."""
+
+    def __init__(self, path: Path):
+        super().__init__(path, SafetensorsFolder(path), "speculator.")
+        where = str(path / "config.json")
+        read = Reader(read_json(path / "config.json"), where)
+        self.num_heads = read.integer("n_predict")
+        self.state_size = read.integer("emb_dim")
+        self.inner_size = self.state_size if read.values.get("inner_dim") == 0 else read.integer("inner_dim")
+        self.vocab_size = read.integer("vocab_size")
+        self.scale_input = read.flag("scale_input", False)
+
+
 MEDUSA_FILE = "medusa_lm_head.safetensors"
 
 
@@ -88,6 +103,16 @@ class MedusaCheckpoint(_Renamed):
 def is_medusa(path: Path) -> bool:
     """Whether the folder holds Medusa heads."""
     return (path / MEDUSA_FILE).is_file()
+
+
+def is_mlp(path: Path) -> bool:
+    """Whether the folder holds an MLP speculator."""
+    if not (path / "config.json").is_file():
+        return False
+    config = read_json(path / "config.json")
+    return config.get("model_type") == "mlp_speculator" or config.get("architectures") == [
+        "MLPSpeculatorPreTrainedModel"
+    ]
 
 
 def is_head(path: Path) -> bool:

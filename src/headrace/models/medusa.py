@@ -31,7 +31,7 @@ class MedusaKind:
 
 
 class MedusaHeads:
-    """All heads of one model."""
+    """All heads of one model; see spec/state_heads.py for how they are called."""
 
     def __init__(self, source: WeightSource, scheme: QuantScheme, target: CausalLM, kind: MedusaKind):
         hidden = target.spec.hidden_size
@@ -58,10 +58,10 @@ class MedusaHeads:
         layers = [*(block for blocks in self.blocks for block in blocks), *self.outputs]
         return sum(layer.weight_bytes for layer in layers) // max(1, self.num_heads)
 
-    def logits(self, head: int, hidden: Array) -> Array:
-        """Scores of every token, float32 [L, V], by head 0, 1 ... of hidden states [L, H]."""
-        x = np.ascontiguousarray(hidden, np.float32)
+    def draft(self, head: int, states: Array, token_ids: Array) -> tuple[Array, Array]:
+        """(logits float32 [R, V] by head 0, 1 ..., the states) of hidden states [R, H], whatever the tokens."""
+        x = np.ascontiguousarray(states, np.float32)
         for block in self.blocks[head]:
             y = np.asarray(block(x))
             x = x + y / (1.0 + np.exp(-y))
-        return self.vocabulary.spread(self.outputs[head](x))
+        return self.vocabulary.spread(self.outputs[head](x)), states

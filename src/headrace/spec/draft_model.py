@@ -19,7 +19,7 @@ from headrace.sampling.state import SamplingBatch
 from headrace.spec.base import DraftContext, Drafts
 from headrace.spec.draft_runner import DraftRunner
 from headrace.spec.eagle import HeadRunner
-from headrace.spec.medusa import MedusaRunner
+from headrace.spec.state_heads import StateRunner
 
 
 class DraftModelProposer:
@@ -27,7 +27,7 @@ class DraftModelProposer:
 
     def __init__(
         self,
-        runner: DraftRunner | HeadRunner | MedusaRunner,
+        runner: DraftRunner | HeadRunner | StateRunner,
         sampler: Sampler,
         num_tokens: int,
         vocab_size: int,
@@ -42,7 +42,7 @@ class DraftModelProposer:
         self._num_tokens = num_tokens
         self._vocab_size = vocab_size
         self._residual = residual
-        self.wants_features = isinstance(runner, HeadRunner | MedusaRunner)
+        self.wants_features = isinstance(runner, HeadRunner | StateRunner)
 
     @property
     def weight_bytes(self) -> int:

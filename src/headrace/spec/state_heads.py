@@ -1,27 +1,46 @@
-"""MedusaRunner: heads that read the model's last hidden state (models/medusa.py), as a chain of their best tokens."""
+"""StateRunner: heads that begin at the model's last hidden state and draft one after the other, as a chain of their
+best tokens (models/medusa.py, models/mlp_speculator.py)."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 
 from headrace.core.plan import Admit, DraftPass
-from headrace.models.medusa import MedusaHeads
 from headrace.ops.xp import Array
 from headrace.spec.base import DraftContext, StepFeatures
 
 
-class MedusaRunner:
+class StateHeads(Protocol):
+    """Heads of one model."""
+
+    @property
+    def num_heads(self) -> int: ...
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes that a pass of one head reads, on average."""
+        ...
+
+    def draft(self, head: int, states: Array, token_ids: Array) -> tuple[Array, Array]:
+        """(logits float32 [R, V], states for the next head) by head 0, 1 ... of states [R, ...], which are the model's
+        last hidden states [R, H] for head 0, and the tokens [R] drawn last."""
+        ...
+
+
+class StateRunner:
     """The same calls as DraftRunner has. It has no cache: all it needs of a row is one hidden state, that of the last
     token that the model has run; the model's own head drew the token behind it, head 0 drafts the next."""
 
-    def __init__(self, heads: MedusaHeads):
+    def __init__(self, heads: StateHeads):
         self.model = heads
         self.passes: list[DraftPass] = []
-        self._known = np.zeros(0, np.int32)
+        self._context: DraftContext | None = None
         self._states: dict[int, tuple[int, np.ndarray]] = {}  # row -> (position, hidden state [H])
+        self._made: dict[int, np.ndarray] = {}  # row -> what its last head left for the next
 
     def admit(self, admits: Sequence[Admit]) -> None:
         """See Proposer."""
@@ -35,6 +54,7 @@ class MedusaRunner:
     def begin(self, context: DraftContext, most: int) -> tuple[np.ndarray, np.ndarray]:
         """See DraftRunner."""
         self.passes = []
+        self._made = {}
         if context.features is not None:
             self._keep(context.features)
         chosen, depths = [], []
@@ -44,14 +64,17 @@ class MedusaRunner:
             if depth > 0 and self._states.get(row, (-1,))[0] == known - 2:
                 chosen.append(index)
                 depths.append(depth)
-        self._known = context.num_tokens
+        self._context = context
         return np.array(chosen, np.int64), np.array(depths, np.int32)
 
     def step(self, rows: np.ndarray, ends: np.ndarray) -> Array:
         """See DraftRunner; all rows are at the same head."""
+        assert self._context is not None
         started = time.perf_counter()
-        head = int(ends[0] - self._known[rows[0]])
-        logits = self.model.logits(head, np.stack([self._states[row][1] for row in rows.tolist()]))
+        head = int(ends[0] - self._context.num_tokens[rows[0]])
+        states = np.stack([self._made[row] if head else self._states[row][1] for row in rows.tolist()])
+        logits, made = self.model.draft(head, states, self._context.token_ids[rows, ends - 1])
+        self._made = dict(zip(rows.tolist(), made, strict=True))
         self.passes.append(DraftPass(len(rows), time.perf_counter() - started))
         return logits
 

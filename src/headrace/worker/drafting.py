@@ -12,6 +12,7 @@ from headrace.layers.weights import Checkpoint, WeightSource
 from headrace.models.blocks import CausalLM, Parts
 from headrace.models.draft_heads import Eagle1Head, Eagle3Head, EagleHead
 from headrace.models.medusa import MedusaHeads, MedusaKind
+from headrace.models.mlp_speculator import MlpKind, MlpSpeculator
 from headrace.models.mtp import MtpHead
 from headrace.models.registry import LAYERS, build_model
 from headrace.models.spec import ModelSpec
@@ -26,8 +27,9 @@ from headrace.spec.combined import CombinedProposer
 from headrace.spec.draft_model import DraftModelProposer
 from headrace.spec.draft_runner import DraftRunner
 from headrace.spec.eagle import HeadRunner
-from headrace.spec.medusa import MedusaRunner
 from headrace.spec.ngram import NgramProposer
+from headrace.spec.parallel_draft import ParallelDraftRunner
+from headrace.spec.state_heads import StateRunner
 from headrace.spec.suffix import SuffixProposer
 from headrace.spec.synthetic import SyntheticProposer
 
@@ -52,13 +54,14 @@ class MtpKind:
 
 @dataclass(frozen=True)
 class DraftSource:
-    """A second model, a head that continues features, or Medusa heads, which draft."""
+    """A second model, a head that continues features, or heads that begin at the last hidden state, which draft."""
 
     spec: ModelSpec
     checkpoint: Checkpoint
     layout: KVLayout  # of its own cache
     head: HeadKind | MtpKind | None = None
-    medusa: MedusaKind | None = None
+    states: MedusaKind | MlpKind | None = None  # of heads that begin at the last hidden state
+    mask_token: int | None = None  # of a model that guesses all tokens of a draft at once
 
 
 def make_sampler(config: EngineConfig, grammars: GrammarCompiler | None) -> Sampler:
@@ -87,14 +90,19 @@ def make_proposer(
             raise ValueError("the configuration has a draft model, but none was opened")
         layout, source = draft.layout, WeightSource(draft.checkpoint)
         heads_scheme = _scheme_of_heads(config, scheme, draft.spec)
-        runner: DraftRunner | HeadRunner | MedusaRunner
-        if draft.medusa is not None:
-            runner = MedusaRunner(MedusaHeads(source, heads_scheme, target, draft.medusa))
+        runner: DraftRunner | HeadRunner | StateRunner
+        if draft.states is not None:
+            runner = StateRunner(_state_heads(source, heads_scheme, target, draft.states))
             source.finish()
         elif draft.head is None:
             model = build_model(draft.spec, source, scheme)
             backend, _ = select_backend("cpu", layout.kv_format, model.attention_layers, layout.block_size)
-            runner = DraftRunner(model, layout, backend, config.max_num_seqs, config.max_model_len)
+            if draft.mask_token is None:
+                runner = DraftRunner(model, layout, backend, config.max_num_seqs, config.max_model_len)
+            else:
+                runner = ParallelDraftRunner(
+                    model, layout, backend, config.max_num_seqs, config.max_model_len, draft.mask_token
+                )
         else:
             head = build_head(Parts(draft.spec, source, heads_scheme), target, draft.head)
             backend, _ = select_backend("cpu", layout.kv_format, head.attention_layers, layout.block_size)
@@ -135,6 +143,14 @@ def _scheme_of_heads(config: EngineConfig, scheme: QuantScheme, spec: ModelSpec)
     if config.mode == "exact" or not isinstance(scheme, Packed) or any(size % _GROUP for size in sizes):
         return scheme
     return Packed(config.mode, "q8")
+
+
+def _state_heads(
+    source: WeightSource, scheme: QuantScheme, target: CausalLM, kind: MedusaKind | MlpKind
+) -> MedusaHeads | MlpSpeculator:
+    if isinstance(kind, MedusaKind):
+        return MedusaHeads(source, scheme, target, kind)
+    return MlpSpeculator(source, scheme, target, kind)
 
 
 def build_head(parts: Parts, target: CausalLM, kind: HeadKind | MtpKind) -> EagleHead:
