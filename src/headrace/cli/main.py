@@ -15,7 +15,7 @@ EXIT_BROKEN_PIPE = 141  # what a shell shows of a program that SIGPIPE ended
 
 
 def _parser() -> argparse.ArgumentParser:
-    from headrace.cli import batch, bench, chat, doctor, explain, models, run, serve, train_heads
+    from headrace.cli import batch, bench, chat, doctor, explain, models, profile, run, serve, train_heads
 
     parser = argparse.ArgumentParser(
         prog="headrace", description="Serve language models, and know what bounds every step."
@@ -23,7 +23,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"headrace {__version__}")
     parser.set_defaults(prints=True)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in (run, chat, serve, batch, explain, models, doctor, bench, train_heads):
+    for module in (run, chat, serve, batch, explain, models, doctor, bench, profile, train_heads):
         module.add_commands(commands)
     return parser
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from os import PathLike
 from types import TracebackType
 from typing import Any
 
@@ -50,6 +52,13 @@ class LLM:
     def default_params(self) -> SamplingParams:
         """Used where no parameters are given: what the model's authors recommend."""
         return self.engine.default_params
+
+    def profile(self, folder: str | PathLike[str]) -> AbstractContextManager[list[str]]:
+        """For a `with` block: profile what happens inside it and leave traces and the steps' records in `folder`; the
+        list it gives then has a summary's lines. See `headrace profile`."""
+        from headrace.frontend.profiling import profiled
+
+        return profiled(self.engine, folder)
 
     def generate(
         self,
