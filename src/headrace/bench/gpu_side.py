@@ -37,7 +37,9 @@ class Headrace:
     """This engine, through its public class."""
 
     def __init__(self, model: str, options: dict[str, Any]):
-        from headrace import LLM, SamplingParams, __version__
+        from headrace import __version__
+        from headrace.frontend.llm import LLM
+        from headrace.sampling.params import SamplingParams
 
         self._params = SamplingParams
         self._llm = LLM(model, device="cuda", prefix_caching=False, **options)
@@ -118,6 +120,7 @@ class Runs:
             draw = random.Random(0)
             sizes = [(draw.randint(100, 1024), draw.randint(100, 1024)) for _ in range(case["requests"])]
             prompts = [self.prompt(tokens) for tokens, _ in sizes]
+            self.seconds(prompts, [1 + tokens // 8 for _, tokens in sizes], temperature=0.6)  # every size of a step
             seconds = self.seconds(prompts, [tokens for _, tokens in sizes], temperature=0.6)
             return [sum(tokens for _, tokens in sizes) / seconds]
         raise ValueError(f"no such kind of case: {kind}")
