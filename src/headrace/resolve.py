@@ -124,10 +124,10 @@ def _gpu(
         seqs_reason="rows share the reading of the weights",
         budget=8192,
         budget_reason="a chunk of prompt this long fills the GPU",
-        depth=2 if args.speculate == "off" else 1,
-        depth_reason="the host plans a step while the GPU runs the one before"
-        if args.speculate == "off"
-        else "drafts continue the tokens of the step before",
+        depth=2,
+        depth_reason="the host plans a step while the GPU runs the one before, but where it drafts"
+        if args.speculate != "off"
+        else "the host plans a step while the GPU runs the one before",
         kv_memory=max(memory, 0),
         kv_reason=plan,
         kv_format=dtype,

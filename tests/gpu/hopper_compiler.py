@@ -75,7 +75,9 @@ def main() -> None:
     from headrace.worker.device_worker import DeviceWorker
 
     def make_worker(spec: Any, checkpoint: Any, config: Any, layout: Any, backend: Any, grammars: Any, draft: Any):
-        return DeviceWorker(spec, checkpoint, config, layout, backend, grammars, device=torch.device("cpu"))
+        return DeviceWorker(
+            spec, checkpoint, config, layout, backend, grammars, device=torch.device("cpu"), draft=draft
+        )
 
     engine_module.make_worker = make_worker
     words = dict(word.split("=") for word in sys.argv[2:])

@@ -9,6 +9,7 @@ import pytest
 import headrace.worker.device_worker as device_worker
 from headrace import LLM, SamplingParams
 from headrace.config import ConfigError
+from headrace.core.drafting import FixedDepth
 from headrace.sampling.params import Grammar
 from headrace.spec.base import padded
 from headrace.spec.combined import CombinedProposer
@@ -170,3 +171,21 @@ def test_what_a_gpu_cannot_verify_yet_is_said(model, gpu_engine, tmp_path):
         LLM(model, device="cuda", speculate="medusa", draft_model=write_heads(tmp_path / "heads"))
     with pytest.raises(ConfigError, match="speculate=synthetic does not run on GPUs yet"):
         LLM(model, device="cuda", speculate="synthetic", synthetic_acceptance=0.5)
+
+
+def test_between_drafts_and_steps_that_overlap(model, gpu_engine, knowing, expected):
+    """Changes of the way, every few steps: rows run ahead, are waited for, and change hands in between."""
+    knowing(4, 3)
+    with LLM(model, speculate="ngram", **DEVICE, **SMALL) as llm:
+        policy, ways = llm.engine.core.scheduler.drafting, []
+
+        def change(plan, result):
+            ways.append(policy.speculates)
+            policy._wanted = len(ways) // 3 % 2 == 0
+
+        policy._policy, policy.observe_step = FixedDepth(4), change
+        chosen = [0, 1, 3, 0, 1]
+        found = texts(llm.generate([PROMPTS[i] for i in chosen], [PARAMS[i] for i in chosen]))
+        assert found == [expected[i] for i in chosen]
+        assert 3 < sum(ways) < len(ways) - 3 and drafted(llm)[1] > 3
+        llm.engine.core.scheduler.check()

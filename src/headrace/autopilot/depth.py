@@ -12,13 +12,13 @@ estimate is that of the requests before it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from headrace.core.drafting import Spans, allows, expected_tokens
-from headrace.core.plan import DraftPass
+from headrace.core.plan import DraftPass, StepPlan, StepResult
 from headrace.core.request import Request
 from headrace.ledger.cost import CostModel
 from headrace.ledger.work import WorkModel
@@ -99,6 +99,9 @@ class AutoDepth:
         self._share = 0.5  # of the requests that decode: those with drafts to verify
         self._chosen: list[tuple[int, int]] = []  # (proposer, drafts) of each request of the step being planned
         self._last: _Best | None = None
+
+    def may_plan(self, requests: Iterable[Request], num_in_flight: int) -> bool:
+        return not num_in_flight  # drafts continue what it brings
 
     # -- verifying what there is
 
@@ -181,9 +184,9 @@ class AutoDepth:
         text = ", ".join(f"{count} by {name}" for name, count in counts.items()) or "none"
         return [("drafts to verify", text, "tokens per second against a step without drafts", *best.told)]
 
-    def observe_passes(self, passes: Sequence[DraftPass]) -> None:
+    def observe_step(self, plan: StepPlan, result: StepResult) -> None:
         for network in self._networks.values():
-            for each in passes:
+            for each in result.draft_passes:
                 network.observe(each)
 
     # -- accounts

@@ -7,12 +7,12 @@ request is the one whose drafts it gets.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from headrace.core.plan import DraftPass
+from headrace.core.plan import StepPlan, StepResult
 from headrace.core.request import Request
 
 Spans = Sequence[tuple[Request, int]]  # (request, epoch) of each span of a step
@@ -21,14 +21,23 @@ Spans = Sequence[tuple[Request, int]]  # (request, epoch) of each span of a step
 class DraftPolicy(Protocol):
     """Chooses depths and learns from what became of the drafts."""
 
-    speculates: bool  # false: there are no drafts, and requests may run ahead of their results
+    @property
+    def speculates(self) -> bool:
+        """False: there are no drafts, and requests may run ahead of their results."""
+        ...
+
+    def may_plan(self, requests: Iterable[Request], num_in_flight: int) -> bool:
+        """Whether a step may be planned beside those in flight. Where this changes `speculates`, which it may while
+        there are none, it says so to the `requests` (Request.runs_ahead)."""
+        ...
 
     def depth(self, request: Request, available: int, num_rows: int) -> int:
         """Drafts of `request` to verify in a step with `num_rows` decoding requests; 0 to `available`."""
         ...
 
     def limits(self, spans: Spans, num_rows: int) -> np.ndarray | None:
-        """int32 [proposers, spans]: the most drafts that each proposer may make after this step; None: no bound."""
+        """int32 [proposers, spans]: the most drafts that each proposer may make after this step; without rows none is
+        asked; None: no bound."""
         ...
 
     def decisions(self) -> list[tuple[str, ...]]:
@@ -39,8 +48,8 @@ class DraftPolicy(Protocol):
         """`num_drafts` of the request were verified, the first `num_accepted` of them were right."""
         ...
 
-    def observe_passes(self, passes: Sequence[DraftPass]) -> None:
-        """What the passes of a drafting network took."""
+    def observe_step(self, plan: StepPlan, result: StepResult) -> None:
+        """A step committed."""
         ...
 
 
@@ -48,6 +57,9 @@ class NoDrafts:
     """Nothing is ever drafted."""
 
     speculates = False
+
+    def may_plan(self, requests: Iterable[Request], num_in_flight: int) -> bool:
+        return True
 
     def depth(self, request: Request, available: int, num_rows: int) -> int:
         return 0
@@ -61,7 +73,7 @@ class NoDrafts:
     def observe(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         pass
 
-    def observe_passes(self, passes: Sequence[DraftPass]) -> None:
+    def observe_step(self, plan: StepPlan, result: StepResult) -> None:
         pass
 
 
@@ -73,6 +85,9 @@ class FixedDepth:
     def __init__(self, most: int, proposers: Sequence[str] = ("ngram",)):
         self._most = most
         self._proposers = proposers
+
+    def may_plan(self, requests: Iterable[Request], num_in_flight: int) -> bool:
+        return not num_in_flight  # drafts continue what it brings
 
     def depth(self, request: Request, available: int, num_rows: int) -> int:
         return min(available, self._most)
@@ -89,7 +104,7 @@ class FixedDepth:
     def observe(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         pass
 
-    def observe_passes(self, passes: Sequence[DraftPass]) -> None:
+    def observe_step(self, plan: StepPlan, result: StepResult) -> None:
         pass
 
 

@@ -85,7 +85,8 @@ class StepPlan:
     block_copies: tuple[tuple[int, int], ...] = ()  # (source block, destination block): copy-on-write
     released: tuple[int, ...] = ()  # rows whose requests ended or were preempted
     yields: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))  # bool [S]: the span reaches its row's end
-    draft_limits: np.ndarray | None = None  # int32 [P, S]: most drafts by each proposer after the span; None: no bound
+    # int32 [P, S]: most drafts by each proposer after the span; P = 0: none is asked; None: no bound
+    draft_limits: np.ndarray | None = None
 
     @property
     def rows(self) -> np.ndarray:

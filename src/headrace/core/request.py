@@ -101,6 +101,11 @@ class Request:
         return 0 if promised >= self.max_len else promised - self.num_computed - self.num_in_flight
 
     @property
+    def is_plain(self) -> bool:
+        """Neither in a beam nor under a grammar: what its next token may be does not depend on the host."""
+        return self.beam is None and self.params.grammar is None
+
+    @property
     def wants_prompt_logprobs(self) -> bool:
         """Every prompt position must run through the model, so no prefix hit may skip one."""
         return self.params.prompt_logprobs is not None

@@ -90,8 +90,7 @@ class Scheduler:
         request.max_len = min(request.max_len, limit)
         if request.beam is not None:
             self._add_beam(request.beam)
-        plain = request.beam is None and request.params.grammar is None
-        request.runs_ahead = plain and not self.drafting.speculates
+        request.runs_ahead = request.is_plain and not self.drafting.speculates
         leader = request.leader
         if leader is not None and leader.id in self._requests and leader.num_output == 0:
             self._followers.setdefault(leader.id, []).append(request)
@@ -139,6 +138,8 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """The next step's plan; its `num_spans` is 0 when nothing can run now."""
+        if not self.drafting.may_plan(self._requests.values(), len(self._in_flight)):
+            return StepPlan(self._next_step)
         self.kv.pool.settle(self._committed)
         self.trace = StepTrace()
         plan = PlanBuilder(self._next_step, self.limits.max_num_batched_tokens)
@@ -402,7 +403,7 @@ class Scheduler:
             if request.finish_reason is not None and request.row >= 0:
                 self._end(request, request.finish_reason)
         self._committed = plan.step_id
-        self.drafting.observe_passes(result.draft_passes)
+        self.drafting.observe_step(plan, result)
         return outputs
 
     def _decide(self, group: BeamGroup) -> list[TokenOutput]:

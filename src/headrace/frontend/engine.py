@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from headrace.autopilot.depth import AutoDepth, PassCost
+from headrace.autopilot.overlap import RunAhead
 from headrace.autopilot.slo import SloPacing
 from headrace.config import ConfigError, EngineArgs
 from headrace.core.drafting import DraftPolicy, FixedDepth, NoDrafts
@@ -151,7 +152,9 @@ class Engine:
         if draft is not None:
             for name, size in self._worker.proposer.weight_bytes.items():
                 networks[name] = PassCost(self.cost, WorkModel.for_layout(draft.spec, size, draft.layout))
-        return AutoDepth(self.cost, work, config.max_draft_tokens, config.proposers, networks)
+        policy = AutoDepth(self.cost, work, config.max_draft_tokens, config.proposers, networks)
+        overlaps = config.device != "cpu" and config.steps_in_flight > 1
+        return RunAhead(policy) if overlaps else policy
 
     def _pacing(self, work: WorkModel) -> Pacing:
         if self.config.itl_slo is None and self.config.ttft_slo is None:

@@ -5,12 +5,13 @@
 What stands in brackets runs on the GPU alone, reads the request table there and writes back into it, so the next step
 can be sent before this one's tokens are known; a decode step is one graph, and so is one that verifies drafts. Rows
 with options that no kernel knows are drawn for on the host by the sampler of the CPU engine, and their steps are waited
-for; so are all steps of an engine that speculates (worker/device_speculation.py).
+for; so are steps after which there may be drafts (worker/device_speculation.py).
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -78,6 +79,8 @@ class PendingStep:
         """`observe` is told the seconds that sending the step took, and that running it took."""
         self._plan, self._slot, self._yielding, self._prepare = plan, slot, yielding, prepare
         self._observe = observe
+        self._result: StepResult | None = None
+        self.settle: Callable[[StepResult], None] | None = None  # told of the result once
 
     def drawn(self) -> np.ndarray:
         """Wait for the step; int32 [S]: the first token that it drew for each span, negative where there is none."""
@@ -87,6 +90,13 @@ class PendingStep:
 
     def result(self) -> StepResult:
         """Wait for the step and read what it drew."""
+        if self._result is None:
+            self._result = self._read()
+            if self.settle is not None:
+                self.settle(self._result)
+        return self._result
+
+    def _read(self) -> StepResult:
         waited, slot = 0.0, self._slot
         if slot.finished is not None and slot.started is not None:
             slot.finished.synchronize()
@@ -168,6 +178,7 @@ class DeviceRunner:
             for _ in range(ring)
         ]
         self._turn = 0
+        self._unsettled: deque[PendingStep] = deque(maxlen=ring)  # whose tokens the host's table may not know
         self._logits: torch.Tensor | None = None  # of the step that runs, for rows drawn on the host
         if speculation is not None and speculation.wants_features:
             assert isinstance(model, CausalLM)
@@ -188,8 +199,7 @@ class DeviceRunner:
         if self._speculation is not None:
             self._speculation.release(plan.released)
         table.apply(plan)
-        if self._speculation is not None:
-            self._speculation.send_drafts(plan)
+        waits = self._speculation is not None and self._speculation.begin(plan)
         self._cache.copy_blocks(plan.block_copies)
         hosted = table.hosted[plan.rows]
         slot = self._slots[self._turn]
@@ -214,12 +224,20 @@ class DeviceRunner:
         pending = PendingStep(plan, slot, plan.yields & ~hosted, time.perf_counter() - started, missed)
         if self._speculation is None:
             table.advance(plan)
-            if not hosted.any():
-                return pending
+        if not hosted.any() and not waits:
+            if self._speculation is not None:
+                admissions = self._speculation.admissions(plan)
+                pending.settle = partial(self._speculation.commit, plan, admissions=admissions)
+                self._unsettled.append(pending)
+            return pending
+        while self._unsettled:  # the host's table must know what came before
+            self._unsettled.popleft().result()
         drawn_here = None if hidden is None or not hosted.any() else self._draw_on_host(plan, hosted, hidden)
         result = pending.result() if drawn_here is None else _merged(pending.result(), *drawn_here)
-        if self._speculation is not None:
+        if waits and self._speculation is not None:
             result = self._speculation.finish(plan, result, self._features)
+        elif self._speculation is not None:
+            self._speculation.commit(plan, result)
         else:
             for span in np.flatnonzero(hosted & plan.yields).tolist():
                 for token in result.tokens[span]:

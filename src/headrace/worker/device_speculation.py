@@ -3,7 +3,8 @@
 The GPU verifies (ops/triton/step.py): it draws at every position of a span, keeps the drafts that equal what it drew
 and sets the row back by the others. Where drafts come from is decided here, and that needs the tokens: a step of such
 an engine is waited for, the host's table takes in what came of it, proposers are asked, and the drafts that the next
-step verifies go over with its patches, into the table behind the known tokens of their rows.
+step verifies go over with its patches, into the table behind the known tokens of their rows. Steps after which the plan
+wants no drafts are not waited for; the host's table takes in their tokens when the engine reads them.
 """
 
 from __future__ import annotations
@@ -40,20 +41,22 @@ class Speculation:
         """These rows' sequences are over; to be called before the table takes in the next plan."""
         self.proposer.release(rows)
 
-    def send_drafts(self, plan: StepPlan) -> None:
-        """The GPU learns the drafts that a step verifies with its patches."""
+    def begin(self, plan: StepPlan) -> bool:
+        """The table has taken in a plan: tell proposers of new rows, and the GPU, with the next patches, the drafts to
+        be verified. Whether the step has to be waited for."""
+        self.proposer.admit(plan.admits)
         num_tokens = self._table.host.num_tokens
         for span in np.flatnonzero(plan.num_drafts).tolist():
             row = int(plan.rows[span])
             self._table.send_tokens(row, int(num_tokens[row]), int(num_tokens[row] + plan.num_drafts[span]))
+        return bool(plan.num_drafts.any()) or plan.draft_limits is None or len(plan.draft_limits) > 0
 
     def finish(self, plan: StepPlan, result: StepResult, features: torch.Tensor | None) -> StepResult:
         """Take in what a step brought, and add to it what is drafted for the next. `features` [T, F]: what the model
         made of the step's tokens."""
-        self.proposer.admit(plan.admits)
         started = time.perf_counter()
         starts = self._table.host.num_computed[plan.rows].copy()
-        self._commit(plan, result)
+        self.commit(plan, result)
         num_drafts, sources = self._propose(plan, starts, features)
         return replace(
             result,
@@ -64,18 +67,28 @@ class Speculation:
             times=replace(result.times, draft=time.perf_counter() - started),
         )
 
-    def _commit(self, plan: StepPlan, result: StepResult) -> None:
+    def commit(self, plan: StepPlan, result: StepResult, admissions: np.ndarray | None = None) -> None:
+        """The host's table takes in what a step brought. `admissions` [S]: which of its requests each row had then; of
+        rows that have changed hands since nothing is taken."""
         table, host = self._table, self._table.host
         counts = np.array([len(each) for each in result.tokens], np.int32)
         tokens = np.full((plan.num_spans, max(1, int(counts.max(initial=0)))), -1, np.int32)
         for span in np.flatnonzero(counts).tolist():
             tokens[span, : counts[span]] = result.tokens[span]
+        if admissions is not None and (gone := self.admissions(plan) != admissions).any():
+            kept = ~gone
+            plan = replace(plan, spans=plan.spans[:, kept], yields=plan.yields[kept])
+            tokens, counts = tokens[kept], counts[kept]
         known = host.num_tokens[plan.rows].copy()
         host.commit(plan, Sampled(tokens, counts, {}))
         for span in np.flatnonzero(table.hosted[plan.rows]).tolist():  # the GPU has the others' already
             row = int(plan.rows[span])
             table.send_tokens(row, int(known[span]), min(int(host.num_tokens[row]), table.view.max_len))
             table.send_progress(row)
+
+    def admissions(self, plan: StepPlan) -> np.ndarray:
+        """int64 [S]: how many requests each span's row has had."""
+        return self._table.host.sampling.admission[plan.rows]
 
     def _propose(self, plan: StepPlan, starts: np.ndarray, values: torch.Tensor | None) -> tuple[list[int], list[int]]:
         """Drafts for the next step: how many each span's row holds, and by which proposer."""
