@@ -35,7 +35,8 @@ PATHS = {  # flags of the files that are compiled for more than the baseline, on
         "-fno-schedule-insns2",  # GCC 12 would undo the order in which planes.h has its products: slower
     ],
     "path_amx": [
-        "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-mavx512bf16", "-mfma", "-mf16c",
+        "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-mavx512bf16", "-mavx512fp16",
+        "-mfma", "-mf16c",
         "-mamx-tile", "-mamx-bf16", "-mprefer-vector-width=512",
     ],
     "path_amx_emulated": [

@@ -28,12 +28,29 @@ def bf16(values: np.ndarray) -> np.ndarray:
     return np.where(np.abs(values) < 2.0**-126, np.float32(0), rounded)
 
 
-def by_definition(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+HALF = ("Q4_0", "Q4_1", "Q4_64", "Q8_0", "Q8_64")  # decoded in fp16
+ORDER = np.array([0, 2, 4, 6, 1, 3, 5, 7])  # of each 8 k
+
+
+def through_half(weight: np.ndarray) -> np.ndarray:
+    """float32 rounded to fp16, then to bfloat16 (halves away from zero) 2^112 smaller; denormals of fp16 to zero."""
+    with np.errstate(over="ignore"):
+        bits = weight.astype(np.float16).view(np.int16)
+    up = ((bits + np.int16(4)) >> 3 & np.int16(-0x7001)).astype(np.uint16).astype(np.uint32) << 16
+    values = up.view(np.float32)
+    return np.where(np.abs(values) < 2.0**-126, np.float32(0), values)
+
+
+def by_definition(x: np.ndarray, weight: np.ndarray, format: str) -> np.ndarray:
     """x [T, K] times weight [N, K] transposed as TDPBF16PS sums (Intel's manual, volume 2): for each 32 k one chain
     over the even and one over the odd ones, then both together, then to the sum so far. A product of two bfloat16 is
     exact in float32, so that adding it rounds as a fused multiply-add does, while nothing underflows."""
     extra = -x.shape[1] % 32
-    x, weight = (np.pad(bf16(each), ((0, 0), (0, extra))) for each in (x, weight))
+    x = bf16(x * np.float32(2.0**64))
+    weight = through_half(weight) if format in HALF else bf16(weight)
+    x, weight = (np.pad(each, ((0, 0), (0, extra))) for each in (x, weight))
+    order = (np.arange(0, x.shape[1], 8)[:, None] + ORDER).ravel()
+    x, weight = x[:, order], weight[:, order]
     total = np.zeros((len(x), len(weight)), np.float32)
     for start in range(0, x.shape[1], 32):
         even, odd = np.zeros_like(total), np.zeros_like(total)
@@ -41,7 +58,7 @@ def by_definition(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
             even += x[:, k, None] * weight[None, :, k]
             odd += x[:, k + 1, None] * weight[None, :, k + 1]
         total += even + odd
-    return total
+    return total * np.float32(2.0**48 if format in HALF else 2.0**-64)
 
 
 def inputs(count: int, k: int) -> np.ndarray:
@@ -59,7 +76,7 @@ def test_the_bits_of_the_definition_in_any_company(tiles: str, format: str, n: i
     packed = pack([StoredTensor(format, rows, None)], k, ARENA, "default")
     assert product("default", format, 1) == "bfloat16"
     x = inputs(70, k)
-    expected = by_definition(x, dequantized(format, rows))
+    expected = by_definition(x, dequantized(format, rows), format)
     whole = packed_linear(x, packed)
     np.testing.assert_array_equal(whole, expected)
     for threads in (1, 3):
@@ -75,7 +92,7 @@ def test_plain_formats_on_any_size(tiles: str, format: str, n: int, k: int) -> N
     rows = random_rows(np.random.default_rng(0), format, n, k)
     packed = pack([StoredTensor(format, rows, None)], k, ARENA, "default")
     x, bias = inputs(37, k), inputs(1, n)[0]
-    expected = by_definition(x, dequantized(format, rows)) + bias
+    expected = by_definition(x, dequantized(format, rows), format) + bias
     for count in (1, 20, 37):
         np.testing.assert_array_equal(packed_linear(x[:count], packed, bias), expected[:count])
 
@@ -89,20 +106,33 @@ def test_more_tokens_than_one_pass_takes(tiles: str) -> None:
         np.testing.assert_array_equal(packed_linear(x[first : first + count], packed), whole[first : first + count])
 
 
-def test_tiny_numbers_count_for_zero(tiles: str) -> None:
-    """Denormals: as inputs, as weights, as products, as sums."""
+def test_what_the_tiles_take_for_zero(tiles: str) -> None:
+    """Denormal weights; products and sums that are denormal in the tiles' scale."""
     weight = np.zeros((3, 64), np.float32)
     weight[0, 0], weight[1, 1], weight[2, :2] = 2.0**-120, 2.0**-130, 1.0
     bits = np.ascontiguousarray((weight.view(np.uint32) >> 16).astype(np.uint16)).view(np.uint8)
     packed = pack([StoredTensor("BF16", bits, None)], 64, ARENA, "default")
     x = np.zeros((3, 64), np.float32)
-    x[0, :2] = 1.0, 2.0**20  # a normal product; a denormal weight
-    x[1, :2] = 2.0**-10, 0.0  # a product that is denormal
-    x[2, :2] = 2.0**-127, -(2.0**-126)  # a denormal input beside the smallest normal one
+    x[0, :2] = 1.0, 2.0**20
+    x[1, :2] = 2.0**-71, 0.0  # with 2^-120 and 2^64 the product is denormal
+    x[2, :2] = 2.0**-70, -(2.0**-149)  # it is the smallest normal one; a denormal input is one that counts
     found = packed_linear(x, packed)
     np.testing.assert_array_equal(found[0], np.float32([2.0**-120, 0, 1 + 2.0**20]))
-    np.testing.assert_array_equal(found[1], np.float32([0, 0, 2.0**-10]))
-    np.testing.assert_array_equal(found[2], np.float32([0, 0, -(2.0**-126)]))
+    np.testing.assert_array_equal(found[1], np.float32([0, 0, 2.0**-71]))
+    np.testing.assert_array_equal(found[2], np.float32([0, 0, 2.0**-70]))
+
+
+def test_fp16_keeps_what_bfloat16_does(tiles: str) -> None:
+    """Rounding to fp16 first costs next to nothing: every product is within bfloat16's rounding of the exact one."""
+    for format in HALF:
+        rows = random_rows(np.random.default_rng(0), format, 64, 512, std=0.02)
+        packed = pack([StoredTensor(format, rows, None)], 512, ARENA, "default")
+        weight = dequantized(format, rows)
+        found = packed_linear(np.eye(512, dtype=np.float32), packed).T
+        small = 2.0**-14  # of fp16, under which numbers are denormal
+        assert (
+            np.abs(found - weight) <= np.abs(weight) * (2.0**-8 + 2.0**-11) + (np.abs(weight) < small) * small
+        ).all()
 
 
 def test_damaged_and_huge_tokens_stay_alone(tiles: str) -> None:
@@ -144,3 +174,22 @@ def test_fast_mode_takes_each_product_as_it_says(tiles: str) -> None:
     assert (np.abs(few - exact) < 1e-3 * scale).all()
     for token in range(4):
         np.testing.assert_array_equal(packed_linear(x[token : token + 1], made["fast"])[0], few[token])
+
+
+def test_decoding_in_fp16_rounds_once(tiles: str) -> None:
+    """Scales and minima of any size: also where float32 could not hold q * d + m."""
+    rng = np.random.default_rng(0)
+    rows, k = 96, 2048
+    data = rng.integers(0, 256, (rows, k // 32, 20), dtype=np.uint8)
+    parts = (rng.standard_normal((2, rows, k // 32)) * 2.0 ** rng.integers(-22, 11, (2, rows, k // 32))).astype(
+        np.float16
+    )
+    for place, part in enumerate(parts):
+        data[:, :, 2 * place : 2 * place + 2] = part[:, :, None].view(np.uint8)
+    packed = pack([StoredTensor("Q4_1", data.reshape(rows, -1), None)], k, ARENA, "default")
+    found = packed_linear(np.eye(k, dtype=np.float32), packed).T
+    q = np.concatenate([data[:, :, 4:] & 15, data[:, :, 4:] >> 4], -1).astype(np.float64)
+    d, m = parts.astype(np.float64)[..., None]
+    exact = (q * d + m).reshape(rows, k)
+    assert (exact.astype(np.float32) != exact).any()
+    np.testing.assert_array_equal(found, through_half(exact) * np.float32(2.0**112))

@@ -22,7 +22,17 @@ from headrace.ops.native.library import (
 from headrace.ops.native.packed import product
 
 NEEDS = {  # of each code path, as /proc/cpuinfo names them
-    "amx": ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16"),
+    "amx": (
+        "avx512f",
+        "avx512bw",
+        "avx512dq",
+        "avx512vl",
+        "avx512_vnni",
+        "avx512_bf16",
+        "avx512_fp16",
+        "amx_tile",
+        "amx_bf16",
+    ),
     "avx512": ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"),
     "avx2": ("avx2", "fma", "f16c"),
     "portable": (),

@@ -6,11 +6,10 @@
 // of a tile do not meet, and a sum that leaves its tile for memory comes back as it was. So a token's result has the same
 // bits at any number of tokens, and prefill equals decode.
 //
-// A block of 32 k of a panel becomes two tiles of weights, one for each 16 outputs: row r has k = 2r and 2r + 1 of output
-// 0, then of output 1 and so on. Inputs lie in tiles of 16 tokens, [tiles][blocks of 32 k][16][32].
+// Inputs lie in tiles of 16 tokens, [tiles][blocks of 32 k][16][32], in the order of k that weights have (bf16_weights.h),
+// times 2^64. That is taken off the sums; it makes room for weights that are too small by 2^112.
 
-constexpr int kTileBytes = 1024, kTileNumbers = 512;
-constexpr int kBlockTiles = P * kTileBytes;  // bytes of a block's weights as tiles
+constexpr int kTileNumbers = 512;
 constexpr int kFew = 32;                     // tokens whose sums stay in tiles for the whole of k
 constexpr int kRing = 4, kLag = 2;           // unpacked blocks kept; blocks that unpacking is ahead of multiplying
 constexpr int kStretch = 16;                 // blocks unpacked at once for more tokens: 32 KiB
@@ -19,72 +18,13 @@ static_assert(W == 16 && P == 2, "a vector is a row of a tile");
 
 static size_t bf16_scratch() { return kStretch * kBlockTiles / sizeof(float) + kPass * kPanel; }
 
-// Words of `even` and `odd` side by side: a row of a tile of weights.
-INLINE void store_row(uint8_t* to, f even, f odd) {
-  alignas(64) static constexpr uint16_t kOrder[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
-                                                      8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-  _mm512_store_si512(to, _mm512_permutexvar_epi16(_mm512_load_si512(kOrder), to_bf16(even, odd)));
-}
-
-// A panel's weights, a block of 32 k at a time.
-template <int kFormat>
-struct Blocks {
-  using Decoder = typename DecoderOf<kFormat>::type;
-  static constexpr FormatInfo kInfo = kFormats[kFormat];
-  const uint8_t* at;
-  int left;  // k
-  Decoder decoder{};
-  int block = 0;
-
-  INLINE void unpack(uint8_t* to) {
-    if constexpr (kInfo.block == 1) {
-      for (int line = 0; line < kBlock * kInfo.block_bytes; line += 64) prefetch(at + kPrefetch + line);
-      if (left >= kBlock) rows<true>(to);
-      else rows<false>(to);
-      left -= kBlock;
-    } else {
-      if (Decoder::kHasHeader && block++ % kSuper == 0) {
-        decoder.header(at);
-        at += kInfo.header_bytes;
-      }
-      for (int line = 0; line < kInfo.block_bytes; line += 64) prefetch(at + kPrefetch + line);
-      decoder.open(at);
-      for (int z = 0; z < Decoder::kSteps; ++z) {
-        decoder.word(z);
-#pragma GCC unroll 8
-        for (int j = 0; j < Decoder::kPer; j += 2)
-#pragma GCC unroll 2
-          for (int p = 0; p < P; ++p)
-            store_row(to + p * kTileBytes + (z * Decoder::kPer + j) * 32, decoder.get(z, j, p), decoder.get(z, j + 1, p));
-      }
-      at += kInfo.block_bytes;
-    }
-  }
-
- private:
-  // Plain formats. Behind the last k come zeros.
-  template <bool kWhole>
-  INLINE void rows(uint8_t* to) {
-    for (int k = 0; k < kBlock; k += 2) {
-      f pair[2][P];
-      for (int side = 0; side < 2; ++side) {
-        const bool there = kWhole || k + side < left;
-        if (there) decoder.open(at);
-        for (int p = 0; p < P; ++p) pair[side][p] = there ? decoder.get(0, 0, p) : zero();
-        if (there) at += kInfo.block_bytes;
-      }
-      for (int p = 0; p < P; ++p) store_row(to + p * kTileBytes + k * 32, pair[0][p], pair[1][p]);
-    }
-  }
-};
-
-INLINE void finish_bf16(const PanelJob& job, const float* sums) {
+INLINE void finish_bf16(const PanelJob& job, const float* sums, float scale) {
   for (int t = 0; t < job.tokens; ++t) {
     float* out = job.out + t * job.out_stride;
     for (int p = 0; p < P; ++p) {
       const int left = job.valid - p * W;
       if (left <= 0) break;
-      f value = load(sums + t * kPanel + p * W);
+      f value = mul(load(sums + t * kPanel + p * W), set1(scale));
       if (job.bias) value = add(value, load_n(job.bias + p * W, left));
       store_n(out + p * W, value, left);
     }
@@ -139,7 +79,7 @@ NOINLINE static void few(const PanelJob& job) {
     multiply_block<kTiles>(first + due * kTileNumbers, second + due * kTileNumbers, ring + due % kRing * kBlockTiles);
   }
   store_sums<kTiles>(sums);
-  finish_bf16(job, sums);
+  finish_bf16(job, sums, Blocks<kFormat>::kScale);
 }
 
 // 16 * kTiles tokens over a stretch of `count` unpacked blocks.
@@ -171,7 +111,7 @@ NOINLINE static void many(const PanelJob& job) {
       else stretch<1>(x, apart, unpacked, count, start == 0, to);
     }
   }
-  finish_bf16(job, sums);
+  finish_bf16(job, sums, Blocks<kFormat>::kScale);
 }
 
 struct Bf16Functions {
@@ -209,9 +149,14 @@ static_assert(kPass % 32 == 0 && kFew == 32, "passes are whole pairs of tiles");
 
 // A token's row of its tile, 32 numbers for every block of k, kTileNumbers apart; behind the last k come zeros.
 static void round_bf16(const float* x, int k, uint16_t* row) {
+  alignas(64) static constexpr uint16_t kOrder[32] = {0,  2,  4,  6,  1,  3,  5,  7,  8,  10, 12, 14, 9,  11, 13, 15,
+                                                      16, 18, 20, 22, 17, 19, 21, 23, 24, 26, 28, 30, 25, 27, 29, 31};
+  const i order = _mm512_load_si512(kOrder);
+  const f scale = set1(kInputScale);
   for (int start = 0; start < k; start += kBlock, row += kTileNumbers) {
     const int left = k - start;
-    _mm512_store_si512(row, to_bf16(load_n(x + start, left), left > W ? load_n(x + start + W, left - W) : zero()));
+    const f low = load_n(x + start, left), high = left > W ? load_n(x + start + W, left - W) : zero();
+    _mm512_store_si512(row, _mm512_permutexvar_epi16(order, to_bf16(mul(low, scale), mul(high, scale))));
   }
 }
 

@@ -1,7 +1,7 @@
-// Processors with AVX-512 (BF16 too) and Intel AMX with bfloat16 (Intel since Sapphire Rapids).
+// Processors with AVX-512, its BF16 and FP16 too, and Intel AMX with bfloat16 (Intel since Sapphire Rapids).
 #include "kernels.h"
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__AVX512BW__) && \
-    defined(__AVX512VNNI__)
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__AVX512FP16__) && \
+    defined(__AVX512BW__) && defined(__AVX512VNNI__)
 #define HEADRACE_TILES "tiles_amx.h"
 #define HEADRACE_PATH amx
 #include "path_tiles.h"

@@ -13,6 +13,7 @@ namespace {
 #include "vec_avx512.h"
 #include "formats.h"
 #include HEADRACE_TILES
+#include "bf16_weights.h"
 #include "bf16.h"
 }  // namespace
 }  // namespace HEADRACE_PATH

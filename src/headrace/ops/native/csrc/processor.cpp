@@ -46,8 +46,8 @@ bool processor_has_amx() {
 #if defined(__x86_64__)
   unsigned a, b, c, d;
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
-  constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24;
-  if ((d & (kAmxBf16 | kAmxTile)) != (kAmxBf16 | kAmxTile)) return false;
+  constexpr unsigned kWanted = 1u << 22 | 1u << 23 | 1u << 24;  // AMX-BF16, AVX512-FP16, AMX-TILE
+  if ((d & kWanted) != kWanted) return false;
   constexpr unsigned kAvx512Bf16 = 1u << 5;
   if (!__get_cpuid_count(7, 1, &a, &b, &c, &d) || !(a & kAvx512Bf16)) return false;
   unsigned low, high;  // of XCR0: the system keeps the tiles' configuration (17) and data (18)

@@ -44,3 +44,14 @@ INLINE void tile_multiply() {
 
 // 32 bfloat16: those of `low`, then those of `high`. To nearest, ties to even; denormals become zero.
 INLINE i to_bf16(f low, f high) { return reinterpret_cast<i>(_mm512_cvtne2ps_pbh(high, low)); }
+
+// Arithmetic on 32 fp16, rounded once to nearest even (AVX-512 FP16).
+INLINE i half_fma(i a, i b, i c) {
+  return _mm512_castph_si512(_mm512_fmadd_ph(_mm512_castsi512_ph(a), _mm512_castsi512_ph(b), _mm512_castsi512_ph(c)));
+}
+INLINE i half_mul(i a, i b) {
+  return _mm512_castph_si512(_mm512_mul_ph(_mm512_castsi512_ph(a), _mm512_castsi512_ph(b)));
+}
+INLINE i half_sub(i a, i b) {
+  return _mm512_castph_si512(_mm512_sub_ph(_mm512_castsi512_ph(a), _mm512_castsi512_ph(b)));
+}

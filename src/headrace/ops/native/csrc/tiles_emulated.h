@@ -77,3 +77,34 @@ INLINE i to_bf16(f low, f high) {
   const __m256i first = _mm512_cvtepi32_epi16(rounded_to_bf16(low)), second = _mm512_cvtepi32_epi16(rounded_to_bf16(high));
   return _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
 }
+
+INLINE f lower_halves(i halves) { return _mm512_cvtph_ps(_mm512_castsi512_si256(halves)); }
+INLINE f upper_halves(i halves) { return _mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1)); }
+INLINE i to_halves(f low, f high) {
+  constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+  return _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtps_ph(low, kNearest)), _mm512_cvtps_ph(high, kNearest), 1);
+}
+
+// a * b + c of numbers whose product is exact, rounded to float32 such that rounding that to fp16 rounds the exact sum:
+// where the sum is not exact, its last bit is odd (Boldo and Melquiond 2008, "Emulation of FMA and correctly rounded sums").
+INLINE f sum_to_odd(f a, f b, f c) {
+  const f product = mul(a, b), sum = add(product, c), more = sub(sum, product);
+  const f rest = add(sub(product, sub(sum, more)), sub(c, more));  // of the exact sum (Knuth's two-sum)
+  const __mmask16 inexact = _mm512_cmp_ps_mask(rest, zero(), _CMP_NEQ_OQ);
+  const i bits = _mm512_castps_si512(sum), one = _mm512_set1_epi32(1);
+  // where the sum is larger in size than the exact one, down to the number below it first
+  const __mmask16 opposite = _mm512_movepi32_mask(_mm512_xor_si512(bits, _mm512_castps_si512(rest)));
+  const i toward = _mm512_mask_sub_epi32(bits, inexact & opposite, bits, one);
+  return _mm512_castsi512_ps(_mm512_mask_or_epi32(toward, inexact, toward, one));
+}
+INLINE i half_fma(i a, i b, i c) {
+  return to_halves(sum_to_odd(lower_halves(a), lower_halves(b), lower_halves(c)),
+                   sum_to_odd(upper_halves(a), upper_halves(b), upper_halves(c)));
+}
+// Of numbers whose product, or difference, is exact in float32.
+INLINE i half_mul(i a, i b) {
+  return to_halves(mul(lower_halves(a), lower_halves(b)), mul(upper_halves(a), upper_halves(b)));
+}
+INLINE i half_sub(i a, i b) {
+  return to_halves(sub(lower_halves(a), lower_halves(b)), sub(upper_halves(a), upper_halves(b)));
+}
