@@ -86,7 +86,7 @@ def test_every_matrix_of_a_model(
 
 
 @pytest.mark.parametrize(("kind", "group"), [("q8", 32), ("q4", 32), ("q8", 64), ("q4", 64)])
-def test_an_engine_answers_the_same_in_any_company(tmp_path: Path, kind: str, group: int) -> None:
+def test_an_engine_answers_the_same_in_any_company(path: str, tmp_path: Path, kind: str, group: int) -> None:
     folder = str(write_tiny_llama(tmp_path, hidden=64, inner=192, dim=16))
     prompts = [[5, 9, 3], [7] * 30, [1, 2]]
 
@@ -97,6 +97,9 @@ def test_an_engine_answers_the_same_in_any_company(tmp_path: Path, kind: str, gr
         together = tokens(llm.generate(prompts, GREEDY))
         assert together == [tokens(llm.generate([prompt], GREEDY))[0] for prompt in prompts]
         weight_bytes = llm.engine.ledger.records(1)[0].work.bytes_weights
+    options = {"speculate": "ngram", "num_draft_tokens": 4, "block_size": 4, "prefix_caching": False}
+    with LLM(folder, quantize=kind, quantize_group=group, **options) as llm:  # spans of other lengths, other chunks
+        assert tokens(llm.generate(prompts, GREEDY)) == together
     with LLM(folder) as plain:
         plain.generate(prompts[:1], GREEDY)
         assert weight_bytes < {"q8": 0.6, "q4": 0.5}[kind] * plain.engine.ledger.records(1)[0].work.bytes_weights
