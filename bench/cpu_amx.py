@@ -129,7 +129,12 @@ def explaining_orders() -> list[str]:
 
 
 def engines(model: str, threads: int, folder: Path) -> dict[str, LLM]:
-    options: dict[str, Any] = {"num_threads": threads, "max_model_len": 2048, "max_num_seqs": max(BATCHES)}
+    options: dict[str, Any] = {
+        "device": "cpu",
+        "num_threads": threads,
+        "max_model_len": 2048,
+        "max_num_seqs": max(BATCHES),
+    }
     if model == "dummy":
         model, options["quantize"] = write_shape("smollm2-135m", folder), "q4"
     return {mode: LLM(model, mode=mode, **options) for mode in ("default", "fast", "exact")}

@@ -106,13 +106,13 @@ class Runs:
 
     def measure(self, case: dict[str, Any]) -> list[float]:
         """The values of all counted runs; what comes first warms up."""
-        kind = case["kind"]
+        kind, runs = case["kind"], case.get("runs") or self._runs
         if kind == "decode":
             context = case.get("context")
             lengths = [128 if context is None else context - 200] * case["batch"]
-            return self._step_ms(lengths, 128 if context is None else 64)
+            return self._step_ms(lengths, 128 if context is None else 64, runs)
         if kind == "skewed":
-            return self._step_ms([case["context"]] + [1000] * (case["batch"] - 1), 64)
+            return self._step_ms([case["context"]] + [1000] * (case["batch"] - 1), 64, runs)
         if kind == "ttft":
             self.seconds([self.prompt(case["tokens"])], [1])
             return [self.seconds([self.prompt(case["tokens"])], [1]) * 1e3 for _ in range(max(3, self._runs))]
@@ -125,12 +125,12 @@ class Runs:
             return [sum(tokens for _, tokens in sizes) / seconds]
         raise ValueError(f"no such kind of case: {kind}")
 
-    def _step_ms(self, contexts: Sequence[int], steps: int) -> list[float]:
+    def _step_ms(self, contexts: Sequence[int], steps: int, runs: int) -> list[float]:
         """Milliseconds of a decode step: long less short generations, so that prefill and start of a run cancel."""
         prompts = [self.prompt(context) for context in contexts]
         self.seconds(prompts, [SHORT] * len(prompts))
         taken = []
-        for _ in range(self._runs):
+        for _ in range(runs):
             short = self.seconds(prompts, [SHORT] * len(prompts))
             taken.append((self.seconds(prompts, [SHORT + steps] * len(prompts)) - short) / steps * 1e3)
         return taken
