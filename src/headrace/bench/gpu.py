@@ -101,7 +101,7 @@ class Side:
         self._said = log.open("w")
         self._started = time.perf_counter()
         self._process = subprocess.Popen(
-            [python, str(SCRIPT), engine],
+            [python, "-P", str(SCRIPT), engine],  # -P: modules beside the script are not in anybody's way
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._said,
