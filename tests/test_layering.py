@@ -26,7 +26,7 @@ LAYERS = {
     "sampling": {"ops", "core", "config"},
     "spec": {"ops", "core", "sampling"},
     "spec.eagle": {
-        "ops", "core", "attention.base", "models.draft_heads", "worker.batch", "worker.kv_cache", "worker.launcher",
+        "ops", "core", "attention.base", "models.draft_heads", "worker.batch", "worker.kv_cache", "worker.recorded",
         "worker.table",
     },
     "spec.parallel_draft": {"ops", "core", "attention.base", "models.blocks"},

@@ -13,6 +13,7 @@ beyond it the head's.
 
 from __future__ import annotations
 
+from headrace import ops
 from headrace.attention.base import LayerAttention
 from headrace.layers.attention import Attend
 from headrace.layers.embedding import Embedding, LMHead
@@ -22,7 +23,7 @@ from headrace.layers.rope import RotaryEmbedding
 from headrace.models.blocks import CausalLM, DecoderLayer, Parts
 from headrace.models.draft_vocab import DraftVocabulary
 from headrace.models.eagle_head import EagleHead
-from headrace.ops.xp import Array, fresh, namespace
+from headrace.ops.xp import Array, fresh
 
 
 class LlamaHead(EagleHead):
@@ -78,8 +79,8 @@ class Eagle1Head(LlamaHead):
         return features
 
     def forward(self, token_ids: Array, features: Array, positions: Array, attend: Attend) -> tuple[Array, Array]:
-        both = namespace(features).concat([self.embedding(token_ids), features], axis=1)
-        residual = fresh(self._fuse(both))
+        both = ops.joined(self.embedding(token_ids), features)
+        residual = ops.copied(self._fuse(both))
         update = self.layer(self.layer.before_attention(residual), residual, self.rotary.at(positions), attend)
         out = residual + (update.sum(0) if update.ndim == 3 else update)  # in parts: Linear.partial
         return out, out
@@ -118,8 +119,8 @@ class Eagle3Head(LlamaHead):
 
     def forward(self, token_ids: Array, features: Array, positions: Array, attend: Attend) -> tuple[Array, Array]:
         embedded = self.input_norm(self.embedding(token_ids))
-        both = namespace(features).concat([embedded, self.hidden_norm(features)], axis=1)
-        residual = fresh(features)
+        both = ops.joined(embedded, self.hidden_norm(features))
+        residual = ops.copied(features)
         attended = self.attention(both, *self.rotary.at(positions), attend)
         normed, residual = self.after_attention.add(attended, residual)
         hidden, residual = self.norm.add(self.mlp(normed), residual)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from headrace import ops
 from headrace.attention.base import LayerAttention
 from headrace.layers.attention import Attend
 from headrace.layers.embedding import Embedding, LMHead
@@ -18,7 +19,7 @@ from headrace.layers.linear import Linear, Shard
 from headrace.layers.rope import RotaryEmbedding
 from headrace.models.blocks import CausalLM, DecoderLayer, Parts
 from headrace.models.eagle_head import EagleHead
-from headrace.ops.xp import Array, fresh, namespace
+from headrace.ops.xp import Array
 
 
 class MtpHead(EagleHead):
@@ -60,8 +61,8 @@ class MtpHead(EagleHead):
 
     def forward(self, token_ids: Array, features: Array, positions: Array, attend: Attend) -> tuple[Array, Array]:
         both = [self.embedding_norm(self.embedding(token_ids)), self.feature_norm(features)]
-        joined = namespace(features).concat(both[::-1] if self._feature_first else both, axis=1)
-        residual = fresh(self.project(joined))
+        first, second = both[::-1] if self._feature_first else both
+        residual = ops.copied(self.project(ops.joined(first, second)))
         update = self.layer(self.layer.before_attention(residual), residual, self.rotary.at(positions), attend)
         hidden, _ = self.norm.add(update, residual)
         return hidden, hidden

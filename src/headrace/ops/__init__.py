@@ -2,6 +2,7 @@
 
 from headrace.ops.activation import ACTIVATIONS, gelu_mul, gelu_tanh_mul, silu_mul, swiglu_clamped_mul
 from headrace.ops.build_step import build_step
+from headrace.ops.copying import copied, joined
 from headrace.ops.elementwise import add, scale, soft_cap
 from headrace.ops.embedding import embedding
 from headrace.ops.kv_write import kv_write
@@ -19,10 +20,12 @@ __all__ = [
     "add",
     "add_rms_norm",
     "build_step",
+    "copied",
     "embedding",
     "gelu_mul",
     "gelu_tanh_mul",
     "gumbel_noise",
+    "joined",
     "kv_write",
     "linear",
     "moe",

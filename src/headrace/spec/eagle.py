@@ -28,7 +28,7 @@ from headrace.ops.xp import Array
 from headrace.spec.base import DraftContext, StepFeatures
 from headrace.worker.batch import BatchBuilder, StepBatch
 from headrace.worker.kv_cache import KVCache
-from headrace.worker.launcher import EagerLauncher
+from headrace.worker.recorded import MAX_TOKENS, RecordedLauncher
 from headrace.worker.table import RequestTable
 
 _KEPT = 1024  # features of a row that wait to be fed
@@ -165,9 +165,11 @@ class HeadRunner(HeadFollower):
         self._cache = KVCache(layout)
         self._backend = backend
         self._builder = BatchBuilder(self._table, layout.block_size)
-        self._launcher = EagerLauncher(self._forward)
-        self._inputs: Array = np.zeros((0, head.spec.hidden_size), np.float32)  # features of the pass being run
-        self._outputs: Array = self._inputs
+        self._launcher = RecordedLauncher(self._forward)
+        # features of the pass being run; those of a pass that may be recorded always lie in the same memory
+        self._fixed = np.zeros((MAX_TOKENS, head.spec.hidden_size), np.float32)
+        self._inputs: Array = self._fixed
+        self._outputs: Array = self._fixed
 
     def step(self, rows: np.ndarray, ends: np.ndarray) -> Array:
         """See DraftRunner: the entry whose token is the last of each row's first `ends` tokens."""
@@ -213,16 +215,18 @@ class HeadRunner(HeadFollower):
         batch = self._builder.build(plan, self._launcher.pick(plan.num_tokens, plan.num_spans, None))
         metas = [self._backend.plan(batch, g, group) for g, group in enumerate(self._cache.layout.groups)]
         self._inputs = features
-        hidden = self._launcher.run(batch, metas)
-        self._outputs = self._outputs[batch.logit_index]
+        if len(features) <= MAX_TOKENS:
+            self._inputs = self._fixed[: len(features)]
+            self._inputs[:] = features
+        made, hidden = self._launcher.run(batch, metas)
+        self._outputs = made[batch.logit_index]
         self._table.num_computed[rows] += lengths
         return hidden[batch.logit_index]
 
-    def _forward(self, batch: StepBatch, metas: list[Any]) -> Array:
+    def _forward(self, batch: StepBatch, metas: list[Any]) -> tuple[Array, Array]:
         settings = self.model.attention_layers
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
             return self._backend.run(q, k, v, self._cache.pages(layer), metas[0], settings[layer])
 
-        self._outputs, hidden = self.model.forward(batch.token_ids, self._inputs, batch.positions, attend)
-        return hidden
+        return self.model.forward(batch.token_ids, self._inputs, batch.positions, attend)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from headrace.ops.xp import Array
 from headrace.worker.batch import ShapeKey, StepBatch
 
-Forward = Callable[[StepBatch, Any], Array]
+Forward = Callable[[StepBatch, Any], Any]  # hidden states [T, H], or what else a network makes of a batch
 
 
 class Launcher(Protocol):
@@ -18,7 +17,7 @@ class Launcher(Protocol):
         """The shape to build the batch in; `query_len` if every span has that length."""
         ...
 
-    def run(self, batch: StepBatch, metas: Any) -> Array:
+    def run(self, batch: StepBatch, metas: Any) -> Any:
         """Hidden states [T, H] of the batch; `metas` is the attention metadata of each layer group."""
         ...
 
@@ -32,5 +31,5 @@ class EagerLauncher:
     def pick(self, num_tokens: int, num_rows: int, query_len: int | None) -> ShapeKey:
         return ShapeKey("eager", num_tokens, num_rows, query_len)
 
-    def run(self, batch: StepBatch, metas: Any) -> Array:
+    def run(self, batch: StepBatch, metas: Any) -> Any:
         return self._forward(batch, metas)

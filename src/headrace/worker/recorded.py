@@ -9,7 +9,6 @@ import numpy as np
 
 from headrace.ops.native.library import library
 from headrace.ops.native.recording import Recording, record
-from headrace.ops.xp import Array
 from headrace.worker.batch import StepBatch
 from headrace.worker.launcher import EagerLauncher, Forward
 
@@ -26,9 +25,9 @@ class Program:
     token_ids: np.ndarray
     positions: np.ndarray
     metas: list[Any]
-    hidden: Array
+    hidden: Any
 
-    def run(self, batch: StepBatch, metas: Any) -> Array | None:
+    def run(self, batch: StepBatch, metas: Any) -> Any:
         """Hidden states of another step of the same shape; None if it does not fit."""
         if int(batch.positions.max()) >= self.recording.position_limit:
             return None
@@ -50,7 +49,7 @@ class RecordedLauncher:
         self._seen: dict[tuple[int, int], int] = {}
         self._refused = False  # the model does something that cannot be recorded
 
-    def run(self, batch: StepBatch, metas: Any) -> Array:
+    def run(self, batch: StepBatch, metas: Any) -> Any:
         """See Launcher."""
         recordable = not self._refused and 0 < batch.num_tokens <= MAX_TOKENS
         if not recordable or not all(hasattr(meta, "refill") for meta in metas):
@@ -66,7 +65,7 @@ class RecordedLauncher:
             return self._eager.run(batch, metas)
         return self._record(key, batch, metas)
 
-    def _record(self, key: tuple[int, int], batch: StepBatch, metas: Any) -> Array:
+    def _record(self, key: tuple[int, int], batch: StepBatch, metas: Any) -> Any:
         token_ids, positions = np.array(batch.token_ids, np.int32), np.array(batch.positions, np.int32)
         fixed = [meta.fixed() for meta in metas]
         own = replace(batch, token_ids=token_ids, positions=positions)

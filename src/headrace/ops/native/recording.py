@@ -131,7 +131,8 @@ def keep(thing: Any) -> None:
 
 
 def record(functions: dict[str, Any], run: Callable[[], Any]) -> tuple[Any, Recording | None]:
-    """(result of run(), its recording; None if it cannot be replayed). `functions` are the library's own."""
+    """(result of run(), an array or a tuple of them; its recording, None if it cannot be replayed). `functions` are the
+    library's own."""
     global _current
     recording = Recording(functions)
     before = [(op, op.impl) for op in all_ops() if op.bound == "reference"]
@@ -144,7 +145,8 @@ def record(functions: dict[str, Any], run: Callable[[], Any]) -> tuple[Any, Reco
         _current = None
         for op, implementation in before:
             op.impl = implementation
-    if not recording.sound or not recording.owns(result):
+    results = result if isinstance(result, tuple) else (result,)
+    if not recording.sound or not all(recording.owns(each) for each in results):
         return result, None
     recording.keep(result)
     recording.finish()

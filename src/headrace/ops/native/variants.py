@@ -188,6 +188,23 @@ def _scale(x: np.ndarray, factor: float, out: np.ndarray | None = None) -> np.nd
     return _elementwise(_SCALE, x, None, factor, out)
 
 
+@ops.copied.variant("native")
+def _copied(x: np.ndarray) -> np.ndarray:
+    if not _rows(None, x):
+        return _reference(ops.copied)(x)
+    return _elementwise(_SCALE, x, None, 1.0, None)
+
+
+@ops.joined.variant("native")
+def _joined(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    if not _rows(None, x) or not _rows(None, y) or len(x) != len(y):
+        return _reference(ops.joined)(x, y)
+    out = empty((x.shape[0], x.shape[1] + y.shape[1]))
+    _elementwise(_SCALE, x, None, 1.0, out[:, : x.shape[1]])
+    _elementwise(_SCALE, y, None, 1.0, out[:, x.shape[1] :])
+    return out
+
+
 @ops.soft_cap.variant("native")
 def _soft_cap(x: np.ndarray, cap: float, out: np.ndarray | None = None) -> np.ndarray:
     if not _rows(out, x):
