@@ -97,10 +97,11 @@ def test_plain_formats_on_any_size(tiles: str, format: str, n: int, k: int) -> N
         np.testing.assert_array_equal(packed_linear(x[:count], packed, bias), expected[:count])
 
 
-def test_more_tokens_than_one_pass_takes(tiles: str) -> None:
-    rows = random_rows(np.random.default_rng(0), "Q4_1", 40, 512)
-    packed = pack([StoredTensor("Q4_1", rows, None)], 512, ARENA, "default")
-    x = inputs(1100, 512)
+@pytest.mark.parametrize("k", [256, 512, 5120])  # inputs that fit the cache together, and such that go in two and nine
+def test_more_tokens_than_one_pass_takes(tiles: str, k: int) -> None:
+    rows = random_rows(np.random.default_rng(0), "Q4_1", 40, k)
+    packed = pack([StoredTensor("Q4_1", rows, None)], k, ARENA, "default")
+    x = inputs(1100, k)
     whole = packed_linear(x, packed)
     for first, count in ((0, 1), (1020, 8), (1024, 20), (1099, 1)):
         np.testing.assert_array_equal(packed_linear(x[first : first + count], packed), whole[first : first + count])

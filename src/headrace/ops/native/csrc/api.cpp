@@ -106,6 +106,15 @@ const uint16_t* bf16_tiles(const float* x, ptrdiff_t x_stride, int tokens, int k
   return lines->numbers;
 }
 
+// The tokens of a product that go over the weights together: in bfloat16 as many as leave their inputs in the cache while
+// panel after panel reads them (half of the 2 MiB that a core has), but so many that unpacking weights again costs little.
+int tokens_together(int tokens, int k) {
+  constexpr int kBytes = 1 << 20, kLeast = 128;
+  const int fit = kBytes / (2 * k), most = fit < kLeast ? kLeast : fit;
+  const int parts = (tokens + most - 1) / most;
+  return parts > 1 ? ((tokens + parts - 1) / parts + 31) / 32 * 32 : tokens;
+}
+
 uint16_t to_bf16(float value) {
   uint32_t bits;
   std::memcpy(&bits, &value, 4);
@@ -208,6 +217,64 @@ struct AttentionWork {
   }
 };
 
+// A call of headrace_linear. Tokens may go in several runs; how they are multiplied depends on how many there are in all.
+struct LinearCall {
+  const Segment* segments;
+  int num_segments, k, mode, all_tokens;
+  const float* bias;
+
+  Product product(int s) const { return product_of(mode, segments[s].format, all_tokens); }
+  bool any(Product wanted) const {
+    for (int s = 0; s < num_segments; ++s)
+      if (product(s) == wanted) return true;
+    return false;
+  }
+
+  void run(const float* x, ptrdiff_t x_stride, int tokens, float* out, ptrdiff_t out_stride) const {
+    int64_t total = 0;
+    for (int s = 0; s < num_segments; ++s) total += panels_of(segments[s]);
+    const Tokens16 x16 = any(kInt16) ? quantized_tokens(x, x_stride, tokens, k) : Tokens16{};
+    const uint16_t* tiles = any(kBf16) ? bf16_tiles(x, x_stride, tokens, k) : nullptr;
+    size_t scratch = kernels->linear_scratch();
+    if (tiles && kernels->bf16_scratch() > scratch) scratch = kernels->bf16_scratch();
+    ranges(total, total * kPanel * k * tokens / 8, [&](int64_t first, int64_t last) {
+      PanelJob job;
+      job.k = k;
+      job.tokens = tokens;
+      job.x = x;
+      job.x_stride = x_stride;
+      job.x16 = x16;
+      job.tiles = tiles;
+      job.out_stride = out_stride;
+      job.scratch = thread_scratch(scratch);
+      if (tiles) kernels->open_tiles(tokens);
+      int64_t start = 0;
+      int column = 0;
+      for (int s = 0; s < num_segments && start < last; ++s) {
+        const Segment& segment = segments[s];
+        const int64_t panels = panels_of(segment);
+        const size_t bytes = panel_bytes(segment.format, k);
+        const Product how = product(s);
+        const auto panel = how == kBf16    ? kernels->bf16_panel
+                           : how == kInt16 ? kernels->linear16_panel
+                                           : kernels->linear_panel;
+        job.format = segment.format;
+        for (int64_t p = first > start ? first - start : 0; p < panels && start + p < last; ++p) {
+          const int output = static_cast<int>(p) * kPanel;
+          job.weights = segment.data + p * bytes;
+          job.valid = segment.outputs - output < kPanel ? segment.outputs - output : kPanel;
+          job.out = out + column + output;
+          job.bias = bias ? bias + column + output : nullptr;
+          panel(job);
+        }
+        start += panels;
+        column += segment.outputs;
+      }
+      if (tiles) kernels->close_tiles();
+    });
+  }
+};
+
 }  // namespace
 }  // namespace headrace
 
@@ -273,52 +340,11 @@ EXPORT int headrace_product(int mode, int format, int tokens) { return product_o
 // exact, 1: default, 2: fast; see product_of().
 EXPORT void headrace_linear(const void* segments_at, int num_segments, int k, const float* x, ptrdiff_t x_stride,
                             int tokens, const float* bias, float* out, ptrdiff_t out_stride, int mode) {
-  const Segment* segments = static_cast<const Segment*>(segments_at);
-  int64_t total = 0;
-  bool any[3] = {};
-  for (int s = 0; s < num_segments; ++s) {
-    total += panels_of(segments[s]);
-    any[product_of(mode, segments[s].format, tokens)] = true;
-  }
-  const Tokens16 x16 = any[kInt16] ? quantized_tokens(x, x_stride, tokens, k) : Tokens16{};
-  const uint16_t* tiles = any[kBf16] ? bf16_tiles(x, x_stride, tokens, k) : nullptr;
-  size_t scratch = kernels->linear_scratch();
-  if (any[kBf16] && kernels->bf16_scratch() > scratch) scratch = kernels->bf16_scratch();
-  ranges(total, total * kPanel * k * tokens / 8, [&](int64_t first, int64_t last) {
-    PanelJob job;
-    job.k = k;
-    job.tokens = tokens;
-    job.x = x;
-    job.x_stride = x_stride;
-    job.x16 = x16;
-    job.tiles = tiles;
-    job.out_stride = out_stride;
-    job.scratch = thread_scratch(scratch);
-    if (tiles) kernels->open_tiles(tokens);
-    int64_t start = 0;
-    int column = 0;
-    for (int s = 0; s < num_segments && start < last; ++s) {
-      const Segment& segment = segments[s];
-      const int64_t panels = panels_of(segment);
-      const size_t bytes = panel_bytes(segment.format, k);
-      const Product product = product_of(mode, segment.format, tokens);
-      const auto panel = product == kBf16    ? kernels->bf16_panel
-                         : product == kInt16 ? kernels->linear16_panel
-                                             : kernels->linear_panel;
-      job.format = segment.format;
-      for (int64_t p = first > start ? first - start : 0; p < panels && start + p < last; ++p) {
-        const int output = static_cast<int>(p) * kPanel;
-        job.weights = segment.data + p * bytes;
-        job.valid = segment.outputs - output < kPanel ? segment.outputs - output : kPanel;
-        job.out = out + column + output;
-        job.bias = bias ? bias + column + output : nullptr;
-        panel(job);
-      }
-      start += panels;
-      column += segment.outputs;
-    }
-    if (tiles) kernels->close_tiles();
-  });
+  const LinearCall call{static_cast<const Segment*>(segments_at), num_segments, k, mode, tokens, bias};
+  const int together = call.any(kBf16) ? tokens_together(tokens, k) : tokens;
+  for (int first = 0; first < tokens; first += together)
+    call.run(x + first * x_stride, x_stride, tokens - first < together ? tokens - first : together,
+             out + first * out_stride, out_stride);
 }
 
 // Norms of count0 x count1 vectors; (i, j) lies at i * stride0 + j * stride1.
