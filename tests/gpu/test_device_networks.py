@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from headrace import LLM, SamplingParams
+from headrace.worker.device_chain import ChainRunner
 from headrace.worker.table import RequestTable
 from tiny import write_tiny_llama
 
@@ -75,9 +76,12 @@ def compare(target, held, params, prompts, **options):
     return counts
 
 
-def test_drafts_are_those_of_the_cpu(models, gpu_engine, held):
+def test_drafts_are_those_of_the_cpu(models, gpu_engine, held, monkeypatch):
+    chains, original = [], ChainRunner._chain
+    monkeypatch.setattr(ChainRunner, "_chain", lambda self, key: (chains.append(key.depth), original(self, key)))
     params = [each.with_(max_tokens=5) for each in PARAMS[:2]]
     compare(models["target"], held, params, PROMPTS[1:], speculate="eagle", draft_model=models["eagle1"])
+    assert len(chains) > 3 and max(chains) == 3, "all passes of a draft ran as one"
 
 
 @pytest.mark.slow

@@ -2,8 +2,9 @@
 
 Each has a table, a cache and graphs of its own (worker/device_runner.py), whose steps are its passes. A pass reads the
 token that the one before drew from its table on the GPU, drawn there with the noise of (seed, choice, position), so the
-host sends all passes of a draft at once and waits for the last. Rows whose options no kernel knows (penalties, bans, a
-grammar) draft without them: their drafts are worse guesses, and verified as all are.
+host sends all passes of a draft at once, as one graph where all rows draft equally many, and waits for the last. Rows
+whose options no kernel knows (penalties, bans, a grammar) draft without them: their drafts are worse guesses, and
+verified as all are.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from headrace.spec.base import DraftContext, Drafts
 from headrace.spec.draft_runner import DraftFollower
 from headrace.spec.eagle import HeadFollower, HeadRow
 from headrace.worker.device_cache import DeviceKVCache
-from headrace.worker.device_runner import DeviceRunner, PendingStep
+from headrace.worker.device_chain import ChainRunner
+from headrace.worker.device_runner import PendingStep
 from headrace.worker.device_table import DeviceTable
 
 CATCH_UP = 2048  # tokens of prompts that rows may catch up with in one call
@@ -50,6 +52,9 @@ class CutModel:
         """float32 [L, V]"""
         logits = self._model.logits(hidden)
         return logits if logits.shape[1] <= self._vocab_size else logits[:, : self._vocab_size].contiguous()
+
+    def carry(self, count: int, last: torch.Tensor | None) -> None:
+        """See ChainRunner: a model needs nothing but tokens."""
 
 
 class HeadModel:
@@ -75,6 +80,10 @@ class HeadModel:
         """float32 [L, V]"""
         return self.head.logits(hidden)
 
+    def carry(self, count: int, last: torch.Tensor | None) -> None:
+        """See ChainRunner: the feature that each of `count` rows made becomes the next one it continues."""
+        self.inputs[:count].copy_(self.outputs[:count] if last is None else self.outputs[last[:count]])
+
 
 class Passes:
     """A network's table, cache and runner: sends its passes."""
@@ -90,12 +99,13 @@ class Passes:
         max_tokens: int,
     ):
         most, rows = config.max_draft_tokens, config.max_num_seqs
+        self._model = model
         backend.reserve(layout.groups, model.spec.num_heads, rows, device, config.max_model_len)
         self.cache = DeviceKVCache(layout, dtype, device)
         self.table = DeviceTable(rows, config.max_model_len, len(layout.groups), layout.block_size, device, hosts=False)
-        self._runner = DeviceRunner(
+        self._runner = ChainRunner(
             model, self.cache, self.table, backend, Sampler([]), max_tokens, config.graphs,
-            most_drafts=most, ring=most + 3,
+            carry=model.carry, most_drafts=most, ring=most + 3,
         )  # fmt: skip
 
     def admit(self, admits: Sequence[Admit]) -> None:
@@ -109,13 +119,38 @@ class Passes:
 
     def send(self, rows: np.ndarray, lengths: np.ndarray, yields: bool = True) -> PendingStep:
         """Start a pass over each row's next tokens."""
-        host = self.table.host
-        spans = np.zeros((4, len(rows)), np.int32)
-        spans[0], spans[1], spans[2] = rows, host.num_computed[rows], lengths
-        pending = self._runner.execute(StepPlan(0, spans=spans, yields=np.full(len(rows), yields)))
+        pending = self._runner.execute(self._plan(rows, lengths, yields))
         assert isinstance(pending, PendingStep)
-        host.num_computed[rows] += lengths
+        self.table.host.num_computed[rows] += lengths
         return pending
+
+    def chain(self, rows: np.ndarray, lengths: np.ndarray, depths: np.ndarray, most: int) -> np.ndarray:
+        """A pass over each row's next tokens, up to `most` as a rule, and passes of one token until row r has drafted
+        depths[r] tokens, which fall: int32 [R, K], negative where there are none."""
+        depth = int(depths[0])
+        if depth > 1 and int(depths[-1]) == depth:
+            drawn = self._runner.chain(self._plan(rows, lengths, True), depth, most)
+            if drawn is not None:
+                self.table.host.num_computed[rows] += lengths + depth - 1
+                return drawn
+        last = None
+        if int(lengths.max()) > 1:
+            last = torch.from_numpy(np.cumsum(lengths) - 1).to(self.table.view.words.device, non_blocking=True)
+        sent = [self.send(rows, lengths)]
+        for column in range(1, depth):
+            going = int(np.count_nonzero(depths > column))
+            self._model.carry(going, last if column == 1 else None)
+            sent.append(self.send(rows[:going], np.ones(going, np.int32)))
+        drawn = np.full((len(rows), depth), -1, np.int32)
+        for column, pending in enumerate(sent):
+            found = pending.drawn()
+            drawn[: len(found), column] = found
+        return drawn
+
+    def _plan(self, rows: np.ndarray, lengths: np.ndarray, yields: bool) -> StepPlan:
+        spans = np.zeros((4, len(rows)), np.int32)
+        spans[0], spans[1], spans[2] = rows, self.table.host.num_computed[rows], lengths
+        return StepPlan(0, spans=spans, yields=np.full(len(rows), yields))
 
     def close(self) -> None:
         """See DeviceRunner."""
@@ -138,15 +173,10 @@ class DeviceDraftRunner(DraftFollower):
         self._sent.update((admit.row, len(admit.token_ids)) for admit in admits)
 
     def chain(self, rows: np.ndarray, depths: np.ndarray) -> np.ndarray:
-        """int32 [R, K] tokens drafted, -1 pads; `depths` [R] falls."""
+        """int32 [R, K] tokens drafted, negative where there are none; `depths` [R] falls."""
         self._tell(rows)
         known = np.array([len(self._rows[row].request.token_ids) for row in rows.tolist()], np.int32)
-        first = known - self._table.num_computed[rows]
-        sent = []
-        for column in range(int(depths[0])):
-            going = rows[: np.count_nonzero(depths > column)]
-            sent.append(self.sender.send(going, first if column == 0 else np.ones(len(going), np.int32)))
-        return gather(sent, len(rows))
+        return self.sender.chain(rows, known - self._table.num_computed[rows], depths, 2)
 
     def _tell(self, rows: np.ndarray) -> None:
         table = self.sender.table
@@ -192,15 +222,8 @@ class DeviceHeadRunner(HeadFollower):
     def chain(self, rows: np.ndarray, depths: np.ndarray) -> np.ndarray:
         """See DeviceDraftRunner."""
         counts = np.array([self._rows[row].num_kept for row in rows.tolist()], np.int32)
-        inputs, outputs = self.model.inputs, self.model.outputs
-        last = torch.from_numpy(np.cumsum(counts) - 1).to(inputs.device, non_blocking=True)
         self._feed(rows, counts)
-        sent = [self.sender.send(rows, counts)]
-        for column in range(1, int(depths[0])):
-            going = np.count_nonzero(depths > column)
-            inputs[:going].copy_(outputs[last[:going]] if column == 1 else outputs[:going])
-            sent.append(self.sender.send(rows[:going], np.ones(going, np.int32)))
-        return gather(sent, len(rows))
+        return self.sender.chain(rows, counts, depths, int(depths[0]) + 1)
 
     def settle(self) -> None:
         """Features that were not taken leave the model's buffer."""
@@ -267,16 +290,6 @@ def _taken(row: HeadRow, count: int) -> list[Any]:
     return taken
 
 
-def gather(sent: Sequence[PendingStep], num_rows: int) -> np.ndarray:
-    """int32 [R, K]: what each pass drew for its first rows; -1 where it had no more of them."""
-    tokens = np.full((num_rows, len(sent)), -1, np.int32)
-    for column, drawn in enumerate([pending.drawn() for pending in sent]):
-        tokens[: len(drawn), column] = drawn
-    for column in range(1, len(sent)):  # nothing follows where nothing could be drawn
-        tokens[tokens[:, column - 1] < 0, column] = -1
-    return np.maximum(tokens, -1)
-
-
 class DeviceDraftProposer:
     """A `Proposer` (spec/base.py) over a network on the GPU."""
 
@@ -318,7 +331,9 @@ class DeviceDraftProposer:
         order = np.argsort(-depths, kind="stable")  # rows that draft less are the last ones, and leave the chain early
         chosen, depths = chosen[order], depths[order]
         rows = context.rows[chosen]
-        tokens = self.runner.chain(rows, depths)
+        tokens = np.maximum(self.runner.chain(rows, depths), -1)
+        for column in range(1, tokens.shape[1]):  # nothing follows where nothing could be drawn
+            tokens[tokens[:, column - 1] < 0, column] = -1
         self.runner.end(rows, tokens)
         seconds = (time.perf_counter() - started) / int(depths[0])
         counts = [int(np.count_nonzero(depths > column)) for column in range(int(depths[0]))]

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -52,8 +52,95 @@ class GraphCounts:
     capture_seconds: float = 0.0
 
 
-class GraphLauncher:
+class Key(Protocol):
+    """What a graph is found by; equal keys have equal graphs."""
+
+    @property
+    def decodes(self) -> bool: ...
+
+    @property
+    def short(self) -> bool: ...
+
+    @property
+    def num_tokens(self) -> int: ...
+
+
+K = TypeVar("K", bound=Key)
+
+
+class Graphs(Generic[K]):
     """Runs `body(key)` as a graph, or, where there can be none, as it is. It must use memory of fixed addresses."""
+
+    def __init__(self, body: Callable[[K], None], idle: Callable[[K], None], enabled: bool, capturing: bool):
+        """`idle(key)` makes what follows a step of padding only. Not `capturing`: bodies run padded, to be tested."""
+        self._body, self._idle = body, idle
+        self._graphs: dict[K, torch.cuda.CUDAGraph] = {}
+        self._hits: dict[K, int] = {}
+        self._pool: Any = None  # memory that all graphs share
+        self._capturing = capturing
+        self._capturing_failed: str | None = None
+        self.enabled = enabled
+        self.counts = GraphCounts()
+
+    def serves(self, key: K) -> bool:
+        """Whether a step is to run under `key`: there is a graph, or it is worth one, which is captured now. Must be
+        asked before the step is sent: what the fixed buffers held is lost."""
+        if not self._capturing or key in self._graphs:
+            return True
+        if self._capturing_failed is not None:
+            return False
+        if key.decodes or key.short:
+            self._hits[key] = self._hits.get(key, 0) + 1
+        if self._hits.get(key, 0) < HITS_TO_CAPTURE or not self._capture(key):
+            self.counts.eager += 1
+            return False
+        return True
+
+    def run(self, key: K, num_tokens: int) -> None:
+        """Run the step whose content has been sent."""
+        self.counts.padding += key.num_tokens - num_tokens
+        graph = self._graphs.get(key)
+        if graph is None:
+            self._body(key)
+            return
+        self.counts.replays += 1
+        graph.replay()
+
+    def clear(self) -> None:
+        """Forget every graph."""
+        self._graphs.clear()
+        self.enabled = False
+
+    def _capture(self, key: K) -> bool:
+        """Whether it could be done; if not, no graph is tried again, and why is said once."""
+        try:
+            self._record(key)
+        except RuntimeError as error:  # memory that ran out, an operation that no graph can hold
+            self._capturing_failed = str(error).splitlines()[0]
+            self._hits.clear()
+            print(f"headrace: goes on without more CUDA graphs: {self._capturing_failed}", file=sys.stderr)
+            return False
+        return True
+
+    def _record(self, key: K) -> None:
+        started = time.perf_counter()
+        self._idle(key)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            self._body(key)  # compiles what is new
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            self._body(key)
+        self._pool = self._pool or graph.pool()
+        self._graphs[key] = graph
+        self.counts.captures += 1
+        self.counts.capture_seconds += time.perf_counter() - started
+
+
+class GraphLauncher(Graphs[GraphKey]):
+    """The graphs of steps, by their padded sizes."""
 
     def __init__(
         self,
@@ -65,20 +152,12 @@ class GraphLauncher:
         capturing: bool,
         most_short: int = 0,
     ):
-        """`idle(key)` makes what follows a step of padding only. Not `capturing`: bodies run padded, to be tested.
-        `most_short`: tokens of the largest step of short spans, 0 if there are none."""
-        self._body, self._idle = body, idle
+        """See Graphs. `most_short`: tokens of the largest step of short spans, 0 if there are none."""
+        super().__init__(body, idle, enabled, capturing)
         self._rows = [size for size in ROWS if size < max_rows] + [max_rows]
         self._tokens = [size for size in TOKENS if size < max_tokens] + [max_tokens] * (max_tokens <= TOKENS[-1])
-        self._graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
-        self._hits: dict[GraphKey, int] = {}
-        self._pool: Any = None  # memory that all graphs share
         self._short = [size for size in SHORT if size < most_short]
         self._short += [most_short] * (0 < most_short <= SHORT[-1])
-        self._capturing = capturing
-        self._capturing_failed: str | None = None
-        self.enabled = enabled
-        self.counts = GraphCounts()
 
     def pick(self, num_rows: int, num_tokens: int, warm: bool, cut: bool) -> GraphKey | None:
         """The key that a step of so many spans and tokens could run under; None: there is no graph so large."""
@@ -108,63 +187,7 @@ class GraphLauncher:
                 if size <= AT_START and self._capturing_failed is None:
                     self._capture(GraphKey(size, size, False, False))
 
-    def serves(self, key: GraphKey) -> bool:
-        """Whether a step is to run under `key`: there is a graph, or it is worth one, which is captured now. Must be
-        asked before the step is sent: what the fixed buffers held is lost."""
-        if not self._capturing or key in self._graphs:
-            return True
-        if self._capturing_failed is not None:
-            return False
-        if key.decodes or key.short:
-            self._hits[key] = self._hits.get(key, 0) + 1
-        if self._hits.get(key, 0) < HITS_TO_CAPTURE or not self._capture(key):
-            self.counts.eager += 1
-            return False
-        return True
-
     def observe(self, key: GraphKey, sent: float, ran: float) -> None:
         """A mixed step that a graph could have served took the host `sent` seconds to send, the GPU `ran` to run."""
         if not (key.decodes or key.short) and sent > HOST_BOUND * ran:
             self._hits[key] = self._hits.get(key, 0) + 1
-
-    def run(self, key: GraphKey, num_tokens: int) -> None:
-        """Run the step whose content has been sent."""
-        self.counts.padding += key.num_tokens - num_tokens
-        graph = self._graphs.get(key)
-        if graph is None:
-            self._body(key)
-            return
-        self.counts.replays += 1
-        graph.replay()
-
-    def clear(self) -> None:
-        """Forget every graph."""
-        self._graphs.clear()
-        self.enabled = False
-
-    def _capture(self, key: GraphKey) -> bool:
-        """Whether it could be done; if not, no graph is tried again, and why is said once."""
-        try:
-            self._record(key)
-        except RuntimeError as error:  # memory that ran out, an operation that no graph can hold
-            self._capturing_failed = str(error).splitlines()[0]
-            self._hits.clear()
-            print(f"headrace: goes on without more CUDA graphs: {self._capturing_failed}", file=sys.stderr)
-            return False
-        return True
-
-    def _record(self, key: GraphKey) -> None:
-        started = time.perf_counter()
-        self._idle(key)
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            self._body(key)  # compiles what is new
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            self._body(key)
-        self._pool = self._pool or graph.pool()
-        self._graphs[key] = graph
-        self.counts.captures += 1
-        self.counts.capture_seconds += time.perf_counter() - started

@@ -1,0 +1,110 @@
+"""ChainRunner: a drafting network's step and those that follow it, each from the token that the one before drew, as one
+CUDA graph.
+
+Nothing of it needs the host: a pass reads the request table on the GPU and writes back into it. A small network's pass
+takes the GPU less time than the host needs to send it, so what would be bound by the host is sent once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from headrace.core.plan import StepPlan
+from headrace.worker.device_batch import DeviceBatchBuilder
+from headrace.worker.device_runner import DeviceRunner
+from headrace.worker.graphs import GraphKey, Graphs
+
+_FEW = 16  # rows up to which chains are padded to one size, so that few graphs serve them
+
+
+@dataclass(frozen=True)
+class ChainKey:
+    """What the graph of a chain is good for."""
+
+    first: GraphKey  # the step that it begins with
+    follow: GraphKey  # the decode steps behind it
+    depth: int  # steps of both kinds
+
+    @property
+    def short(self) -> bool:
+        return True
+
+    @property
+    def decodes(self) -> bool:
+        return False
+
+    @property
+    def num_tokens(self) -> int:
+        return self.first.num_tokens
+
+
+class ChainRunner(DeviceRunner):
+    """A DeviceRunner that runs chains too."""
+
+    def __init__(self, *parts: Any, carry: Callable[[int, torch.Tensor | None], None], **options: Any):
+        """See DeviceRunner. `carry(R, last)` is called between two steps of R spans, whose last tokens have the indices
+        `last` [R] (None: one token a span), to hand on what a step needs of the one before beside its tokens."""
+        super().__init__(*parts, **options)
+        self._carry = carry
+        view, device = self._table.view, self._table.view.words.device
+        most, rows, on_gpu = options["most_drafts"], view.max_rows, device.type == "cuda"
+        self._following = DeviceBatchBuilder(self._table, rows, rows, 1, rows + 1, device)
+        self._chain_drawn = torch.zeros((most, rows + 1), dtype=torch.int32, device=device)
+        self._landing = torch.zeros((most, rows + 1), dtype=torch.int32, pin_memory=on_gpu)
+        self._landed = torch.cuda.Event() if on_gpu else None
+        self.chains = Graphs(self._chain, self._idle_chain, self.launcher.enabled, on_gpu)
+
+    @torch.inference_mode()
+    def chain(self, plan: StepPlan, depth: int, most: int) -> np.ndarray | None:
+        """Run the step of `plan`, all of whose spans yield and have up to `most` tokens as a rule, and `depth` - 1
+        steps of one token a span behind it; int32 [S, depth] of what they drew, negative where there is nothing. None,
+        and nothing is done, without a graph for it."""
+        count = plan.num_spans
+        warm = bool(self._table.warm[plan.rows].any())
+        cut = warm and bool(self._table.cut[plan.rows].any())
+        num_tokens = max(plan.num_tokens, count * most) if count <= _FEW else plan.num_tokens
+        first, follow = (
+            self.launcher.pick_short(count, num_tokens, warm, cut),
+            self.launcher.pick(count, count, warm, cut),
+        )
+        if first is None or follow is None:
+            return None
+        key = ChainKey(first, follow, depth)
+        if not self.chains.serves(key):
+            return None
+        self.flush()
+        self._builder.send(plan, first)
+        spans = np.zeros_like(plan.spans)
+        spans[0], spans[1], spans[2] = plan.rows, 1, 1
+        self._following.send(StepPlan(0, spans=spans, yields=plan.yields), follow)
+        self.chains.run(key, plan.num_tokens)
+        self._landing[:depth].copy_(self._chain_drawn[:depth], non_blocking=True)
+        if self._landed is not None:
+            self._landed.record()
+            self._landed.synchronize()
+        return self._landing.numpy()[:depth, :count].T.copy()
+
+    def close(self) -> None:
+        """See DeviceRunner."""
+        self.chains.clear()
+        super().close()
+
+    def _chain(self, key: ChainKey) -> None:
+        warm, cut, rows = key.first.warm, key.first.cut, key.follow.num_rows
+        batch = self._builder.padded_batch(key.first)
+        last = batch.spans.query_start[1 : rows + 1] - 1
+        for step in range(key.depth):
+            if step:
+                self._carry(rows, last if step == 1 else None)
+                batch = self._following.padded_batch(key.follow)
+            self._step(batch, warm, cut)
+            self._chain_drawn[step, :rows].copy_(self._drawn[:rows, 0])
+
+    def _idle_chain(self, key: ChainKey) -> None:
+        self._builder.idle(key.first)
+        self._following.idle(key.follow)
