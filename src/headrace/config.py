@@ -163,7 +163,7 @@ class EngineArgs:
             raise ConfigError("verify=residual judges drafts; give speculate=auto, draft, suffix or ngram too")
         if self.speculate == "mtp" and self.draft_model is not None:
             raise ConfigError("speculate=mtp drafts with a part of the model itself; leave out draft_model")
-        if self.speculate in NETWORKS and self.speculate != "mtp" and self.draft_model is None:
+        if self.speculate in ("draft", "medusa", "mlp") and self.draft_model is None:
             raise ConfigError(f"speculate={self.speculate} needs draft_model: a smaller model, or the folder of heads")
         if self.draft_model is not None and self.speculate not in ("auto", *NETWORKS):
             raise ConfigError(f"draft_model drafts with speculate={', '.join(NETWORKS)} or auto; give one of them too")

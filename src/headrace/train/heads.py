@@ -59,6 +59,7 @@ def train_heads(
     )
     facts: dict[str, Any] = {
         "model": checkpoint.name,
+        "model_bytes": checkpoint.num_bytes,
         "kind": settings.kind,
         "prompts": len(prompts),
         "texts": len(own_texts),
