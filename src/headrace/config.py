@@ -95,7 +95,9 @@ class EngineArgs:
         None, "with speculate=synthetic: accept drafts at this rate, whatever they are; the text is meaningless"
     )
     draft_model: str | None = option(
-        None, "a smaller model with the same tokens, as for model, or the folder of draft heads (EAGLE, Medusa, MLP)"
+        None,
+        "a smaller model with the same tokens, as for model, or the folder of draft heads (EAGLE, Medusa, MLP); "
+        "none, with eagle or auto: the head that comes with Headrace for the model",
     )
     num_draft_tokens: int | None = option(None, "verify always so many drafts; none: as many as the cost model advises")
     suffix_tokens: int | None = option(None, "tokens of past outputs that suffix searches; 0: none")
