@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from headrace import LLM, SamplingParams
+from headrace.core.drafting import FixedDepth
 from headrace.worker.device_chain import ChainRunner
 from headrace.worker.table import RequestTable
 from tiny import write_tiny_llama
@@ -118,3 +119,26 @@ def test_look_ups_and_a_network_together(models, gpu_engine):
     options = {"speculate": "auto", "draft_model": models["other"], "num_draft_tokens": None}
     want, _ = run(models["target"], device="cpu", speculate="off", num_draft_tokens=None)
     assert run(models["target"], **DEVICE, **options)[0] == want
+
+
+@pytest.mark.slow
+def test_a_head_keeps_its_context_where_drafts_are_done_without(models, gpu_engine):
+    prompts, params = PROMPTS[1:], [each.with_(max_tokens=16) for each in PARAMS[:2]]
+    want, _ = run(models["target"], params, prompts, device="cpu", speculate="off", num_draft_tokens=None)
+    options = OPTIONS | DEVICE | {"speculate": "eagle", "draft_model": models["eagle1"], "num_draft_tokens": None}
+    with LLM(models["target"], **options) as llm:
+        policy, ways = llm.engine.core.scheduler.drafting, []
+        (proposer,) = llm.engine._worker.proposer._proposers.values()
+        bases, original = [], proposer.runner._feed
+
+        def feed(rows, counts):
+            bases.extend(proposer.runner._rows[row].base for row in rows.tolist())
+            return original(rows, counts)
+
+        def change(plan, result):
+            ways.append(policy.speculates)
+            policy._wanted = len(ways) // 4 % 2 == 0
+
+        policy._policy, policy.observe_step, proposer.runner._feed = FixedDepth(2, ("eagle",)), change, feed
+        assert tokens(llm.generate(prompts, params)) == want
+        assert False in ways and len(bases) > 8 and set(bases) == {0}, "entries of the first prompt token on are there"

@@ -64,6 +64,12 @@ class CombinedProposer:
         """What networks took in the last call of `propose`."""
         return tuple(each for proposer in self._proposers.values() for each in getattr(proposer, "last_passes", ()))
 
+    def watch(self, context: DraftContext) -> None:
+        """What the model made of a step after which nobody is asked for drafts."""
+        for source, proposer in list(self._proposers.items()):
+            if (watch := getattr(proposer, "watch", None)) is not None:
+                self._try(source, watch, context)
+
     def close(self) -> None:
         """Let go of what networks hold on a GPU."""
         for proposer in self._proposers.values():

@@ -226,8 +226,10 @@ class DeviceRunner:
             table.advance(plan)
         if not hosted.any() and not waits:
             if self._speculation is not None:
+                # features are kept: heads go on from them when drafts are wanted again
+                features = None if self._features is None else self._features[: plan.num_tokens].clone()
                 admissions = self._speculation.admissions(plan)
-                pending.settle = partial(self._speculation.commit, plan, admissions=admissions)
+                pending.settle = partial(self._speculation.commit_late, plan, admissions, features)
                 self._unsettled.append(pending)
             return pending
         while self._unsettled:  # the host's table must know what came before

@@ -67,18 +67,30 @@ class Speculation:
             times=replace(result.times, draft=time.perf_counter() - started),
         )
 
-    def commit(self, plan: StepPlan, result: StepResult, admissions: np.ndarray | None = None) -> None:
-        """The host's table takes in what a step brought. `admissions` [S]: which of its requests each row had then; of
-        rows that have changed hands since nothing is taken."""
+    def commit_late(
+        self, plan: StepPlan, admissions: np.ndarray, features: torch.Tensor | None, result: StepResult
+    ) -> None:
+        """The host's table takes in what a step brought that was not waited for, and proposers its features [T, F].
+        `admissions` [S]: which of its requests each row had then; of rows that have changed hands nothing is taken."""
+        kept = self.admissions(plan) == admissions
+        starts = self._table.host.num_computed[plan.rows].copy()
+        self.commit(
+            replace(plan, spans=plan.spans[:, kept], yields=plan.yields[kept]),
+            replace(result, tokens=[tokens for tokens, stays in zip(result.tokens, kept, strict=True) if stays]),
+        )
+        if features is not None:
+            rows = np.where(kept, plan.rows, -1)
+            named = replace(plan, spans=np.stack([rows, *plan.spans[1:]]))
+            host, told = self._table.host, self._features(named, starts, features)
+            self.proposer.watch(DraftContext(rows, host.token_ids, host.num_tokens, limits=[], features=told))
+
+    def commit(self, plan: StepPlan, result: StepResult) -> None:
+        """The host's table takes in what a step brought."""
         table, host = self._table, self._table.host
         counts = np.array([len(each) for each in result.tokens], np.int32)
         tokens = np.full((plan.num_spans, max(1, int(counts.max(initial=0)))), -1, np.int32)
         for span in np.flatnonzero(counts).tolist():
             tokens[span, : counts[span]] = result.tokens[span]
-        if admissions is not None and (gone := self.admissions(plan) != admissions).any():
-            kept = ~gone
-            plan = replace(plan, spans=plan.spans[:, kept], yields=plan.yields[kept])
-            tokens, counts = tokens[kept], counts[kept]
         known = host.num_tokens[plan.rows].copy()
         host.commit(plan, Sampled(tokens, counts, {}))
         for span in np.flatnonzero(table.hosted[plan.rows]).tolist():  # the GPU has the others' already
@@ -90,12 +102,15 @@ class Speculation:
         """int64 [S]: how many requests each span's row has had."""
         return self._table.host.sampling.admission[plan.rows]
 
+    def _features(self, plan: StepPlan, starts: np.ndarray, values: torch.Tensor) -> StepFeatures:
+        query_start = np.concatenate([[0], np.cumsum(plan.lengths)])
+        return StepFeatures(plan.rows, starts, query_start, self._table.host.num_computed, values)
+
     def _propose(self, plan: StepPlan, starts: np.ndarray, values: torch.Tensor | None) -> tuple[list[int], list[int]]:
         """Drafts for the next step: how many each span's row holds, and by which proposer."""
         host, rows, features = self._table.host, plan.rows[plan.yields], None
         if values is not None:
-            query_start = np.concatenate([[0], np.cumsum(plan.lengths)])
-            features = StepFeatures(plan.rows, starts, query_start, host.num_computed, values)
+            features = self._features(plan, starts, values)
         context = DraftContext(
             rows,
             host.token_ids,
