@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,32 @@ def engines(model: str, threads: int, folder: Path) -> dict[str, LLM]:
     return {mode: LLM(model, mode=mode, **options) for mode in ("default", "fast", "exact")}
 
 
+def linear_layers(llm: LLM, runs: int) -> list[str]:
+    """Milliseconds of a step's linear layers alone, on both paths in turns; all else that a step takes is the rest."""
+    model = llm.engine._worker.model
+    rng = np.random.default_rng(2)
+    lines = []
+    for tokens in (*BATCHES, PREFILL):
+        first = model.layers[0]
+        each = (first.attention.qkv, first.attention.out, first.mlp.gate_up, first.mlp.down)
+        x = {one.in_size: rng.standard_normal((tokens, one.in_size), np.float32) for one in each}
+        seconds: dict[str, list[float]] = {"avx512": [], "amx": []}
+        for _ in range(runs + 1):
+            for path, times in seconds.items():
+                on(path)
+                started = time.perf_counter()
+                for layer in model.layers:
+                    for linear in (layer.attention.qkv, layer.attention.out, layer.mlp.gate_up, layer.mlp.down):
+                        linear(x[linear.in_size])
+                body = time.perf_counter()
+                model.logits(x[first.mlp.gate_up.in_size][: 1 if tokens == PREFILL else tokens])
+                times.append(body - started)
+                times.append(time.perf_counter() - body)
+        found = [f"{path} {median(t[2::2]) * 1e3:.2f} + {median(t[3::2]) * 1e3:.2f} ms" for path, t in seconds.items()]
+        lines.append(f"linear layers + head, {tokens} tokens: {', '.join(found)}")
+    return lines
+
+
 def measured(llms: dict[str, LLM], runs: int) -> list[Row]:
     """Every work in every mode on both paths in turns; the first turn does not count."""
     vocabulary = next(iter(llms.values())).engine.spec.vocab_size
@@ -195,12 +222,18 @@ def main() -> int:
     else:
         print("the tiles give the bits of the emulated ones in every format")
     with tempfile.TemporaryDirectory() as folder:
-        rows = measured(engines(arguments.model, arguments.threads, Path(folder)), arguments.runs)
+        llms = engines(arguments.model, arguments.threads, Path(folder))
+        rows = measured(llms, arguments.runs)
+    linear = {mode: linear_layers(llm, arguments.runs) for mode, llm in llms.items()}
+    for mode, lines in linear.items():
+        for line in lines:
+            print(f"{mode}: {line}")
     for row in rows:
         print(row.line())
     if arguments.json:
         weights = "random weights of this shape" if arguments.model == "dummy" else "the model's own weights"
-        write_results(arguments.json, "compare", rows, more={"weights": weights, "tiles_as_emulated": not found})
+        write_results(arguments.json, "compare", rows, more={"weights": weights, "tiles_as_emulated": not found,
+                                                              "linear": linear})  # fmt: skip
     return 1 if found else 0
 
 
