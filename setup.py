@@ -72,7 +72,7 @@ def build_library(target: Path, work: Path, flags: tuple[str, ...] = ()) -> None
         result = work / f"{source.stem}.o"
         own = PATHS.get(source.stem, []) if x86 else []
         if own and not _takes(found, own):
-            own = []  # a compiler that knows no AMX: the path is left out, and `headrace doctor` says so
+            own = []  # a compiler that does not know them: the path is left out, and `headrace doctor` says so
         command = [*found, *COMMON, *own, *extra, "-c", str(source), "-o", str(result)]
         done = subprocess.run(command, capture_output=True, text=True)
         sys.stderr.write(done.stderr)

@@ -46,7 +46,7 @@ def test_paths_say_what_they_can(monkeypatch: pytest.MonkeyPatch) -> None:
     findings = dict(processor.kernels().findings)
     assert findings["  avx512"].endswith("(it lacks avx512vl, avx512_vnni)")
     assert findings["path"].startswith(library().path)
-    assert findings["  amx"] == "not compiled (the compiler knew no AMX: g++ 11 or newer does)"
+    assert findings["  amx"] == "not compiled (the compiler knew no AMX and fp16: g++ 12 or newer does)"
     monkeypatch.setattr(processor, "path_states", lambda: {"amx": PATH_STATES[1]})
     monkeypatch.setattr(processor, "_cpuinfo", lambda: "flags : " + " ".join(processor.NEEDS["amx"]))
     assert "does not let a process use tiles" in dict(processor.kernels().findings)["  amx"]

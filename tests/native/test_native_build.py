@@ -47,6 +47,15 @@ def test_installs_without_a_compiler(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*.so"))
 
 
+@needs_compiler
+@pytest.mark.parametrize("source", ["path_avx2", "path_avx512", "path_amx", "path_amx_emulated"])
+def test_a_compiler_that_does_not_know_a_path_leaves_it_out(builder: ModuleType, source: str) -> None:
+    """It is asked for its flags first; without them the file says that the path is not there."""
+    assert builder._takes(["g++"], ["-O1"]) and not builder._takes(["g++"], ["-mno-such-instructions"])
+    command = ["g++", *builder.COMMON, "-fsyntax-only", str(SOURCES / f"{source}.cpp")]
+    subprocess.run(command, check=True)
+
+
 def test_a_forked_child_computes(tmp_path: Path) -> None:
     script = """
 import os, numpy as np

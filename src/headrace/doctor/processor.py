@@ -96,7 +96,7 @@ def kernels() -> Section:
         elif state == PATH_STATES[1] and found and path == "amx":
             reason = " (the system does not let a process use tiles: Linux 5.16 or newer does)"
         elif state == PATH_STATES[0] and path == "amx":
-            reason = " (the compiler knew no AMX: g++ 11 or newer does)"
+            reason = " (the compiler knew no AMX and fp16: g++ 12 or newer does)"
         section.add(f"  {path}", state + reason)
     section.add("mode exact", "float32 throughout")
     section.add("mode default", f"{_ARITHMETIC[product('default', 'Q4_1', 1)]}; keys and values in bf16")
