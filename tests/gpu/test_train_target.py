@@ -4,9 +4,12 @@ import numpy as np
 import pytest
 import torch
 
+from headrace import LLM
 from headrace.loading.checkpoint import open_checkpoint
 from headrace.ops.registry import using
+from headrace.train.prompts import Prompt
 from headrace.train.target import Target
+from headrace.train.texts import TextFolder, write_texts
 from tiny import write_tiny_llama
 
 
@@ -29,3 +32,25 @@ def test_features_and_probabilities_are_those_of_the_cpu(tmp_path, device, windo
         assert (its_best.cpu() == best).all()
         assert torch.allclose(gpu.embed(tokens).cpu(), embedded, atol=1e-6)
         assert torch.allclose(gpu.output_rows(ids).cpu(), rows, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_texts_that_a_gpu_writes_are_those_of_the_cpu(tmp_path, gpu_engine):
+    model = str(write_tiny_llama(tmp_path / "model"))
+    prompts = [Prompt(f"say {word}") for word in ("one", "two", "three")]
+    found = {}
+    for device in ("cpu", "cuda"):
+        folder = TextFolder(tmp_path / device, {})
+        with LLM(
+            model, device=device, kv_cache="1MiB", mode="exact", max_model_len=64, max_num_seqs=2,
+            max_num_batched_tokens=32,
+        ) as llm:  # fmt: skip
+            write_texts(
+                llm.engine, prompts, folder, num_tokens=30, max_tokens=9, temperatures=(0.0, 0.7), minutes=None,
+                tell=lambda written: None,
+            )  # fmt: skip
+        # texts that were cut at the end are as long as the device happened to be far
+        found[device] = {text.job: text.tokens[: text.prompt_len + 8].tolist() for text in folder.texts}
+    shared = found["cpu"].keys() & found["cuda"].keys()
+    assert len(shared) >= 3
+    assert all(found["cpu"][job] == found["cuda"][job] for job in shared)

@@ -78,7 +78,7 @@ class EagleDrafter(Drafter):
     def steps(self, embedded: Tensor, features: Tensor) -> Iterator[Tensor]:
         chains = features.shape[1] - 1
         padded = F.pad(embedded, (0, 0, 0, self.num_steps))
-        made = features[:, :chains]
+        made = features[:, :chains].float()  # what is added up stays float32, as in the engine
         kept: list[tuple[Tensor, Tensor]] = []
         for step in range(self.num_steps):
             made = self.midlayer(padded[:, step + 1 : step + 1 + chains], made, step, kept)
@@ -144,9 +144,9 @@ class _Layer(nn.Module):
         half = self.head_dim // 2
         exponents = torch.arange(half, device=x.device, dtype=torch.float32) / half
         angles = positions.float()[:, None] / self.theta**exponents
-        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        cos, sin = angles.cos(), angles.sin()
         a, b = x[..., :half], x[..., half:]
-        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
 
 
 def _attended(q: Tensor, kept: list[tuple[Tensor, Tensor]]) -> Tensor:
