@@ -143,6 +143,11 @@ def _kv_size(spec: ModelSpec) -> int:
 
 def _refuse_on_gpus(args: EngineArgs, drafter: str | None) -> None:
     """ConfigError for ways to speculate that a GPU does not know yet."""
+    if args.invariant and args.speculate != "off":
+        raise ConfigError(
+            "on a GPU a draft that is verified is computed by other kernels than a token alone, so with speculation "
+            "logits are not invariant; leave out speculate or invariant"
+        )
     if args.verify != "same":
         raise ConfigError(f"verify={args.verify} does not run on GPUs yet; leave it out or give device=cpu")
     if args.speculate == "synthetic":

@@ -13,6 +13,7 @@ from tiny import write_tiny_llama
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "spec"))
 from test_eagle import write_head
+from test_mtp import write_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
 PROMPTS = [[65, 66, 67] * 4, list(range(30, 70)), [90, 3]]
@@ -32,6 +33,7 @@ def models(tmp_path_factory):
         "windowed": str(write_tiny_llama(folder / "windowed", layers=2, window=9)),
         "eagle1": write_head(folder / "one", 1),
         "eagle3": write_head(folder / "three", 3),
+        "mtp": str(write_model(folder / "mtp", "deepseek")),
         "deep": str(write_tiny_llama(folder / "deep", layers=4)),
     }
 
@@ -119,6 +121,11 @@ def test_look_ups_and_a_network_together(models, gpu_engine):
     options = {"speculate": "auto", "draft_model": models["other"], "num_draft_tokens": None}
     want, _ = run(models["target"], device="cpu", speculate="off", num_draft_tokens=None)
     assert run(models["target"], **DEVICE, **options)[0] == want
+
+
+@pytest.mark.slow
+def test_a_module_of_the_model_itself(models, gpu_engine, held):
+    compare(models["mtp"], held, PARAMS[:2], PROMPTS[:2], speculate="mtp")
 
 
 @pytest.mark.slow
