@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from headrace.loading.draft_heads import MEDUSA_FILE
 from headrace.models.spec import ModelSpec
@@ -28,7 +28,7 @@ def export(drafter: Drafter, folder: Path, spec: ModelSpec, draft_ids: np.ndarra
     config = _eagle_config(drafter, spec, len(draft_ids)) if eagle else _medusa_config(drafter, len(draft_ids))
     weights = folder / ("model.safetensors" if eagle else MEDUSA_FILE)
     unfinished = folder / "unfinished"
-    save_file(tensors, unfinished, {"format": "pt"})
+    unfinished.write_bytes(save(tensors, {"format": "pt"}))
     os.replace(unfinished, weights)
     write_json(folder / "config.json", config)
     write_json(folder / "training.json", facts)

@@ -18,8 +18,8 @@ from headrace.train.texts import prompt_ids
 def engine_acceptance(
     engine: EngineArgs, settings: TrainArgs, prompts: Sequence[Prompt], heads: Path, tell: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Drafts verified and accepted by place, at each temperature of the training, as the engine's ledger counts them;
-    told as lines too."""
+    """How often a place of a draft is accepted after right ones, and tokens a step that verified drafts, at each
+    temperature of the training, as the engine's ledger counts them; told as lines too."""
     args = replace(engine, speculate=settings.kind, draft_model=str(heads), num_draft_tokens=settings.unroll)
     found = {}
     for temperature in sorted(set(settings.temperature)):
@@ -29,9 +29,10 @@ def engine_acceptance(
             params = SamplingParams(temperature=temperature, seed=0, max_tokens=settings.max_tokens)
             llm.generate([each for each in ids if len(each) <= room], params)
             totals = llm.engine.ledger.totals
-        places = [list(place) for place in totals.draft_positions]
-        shares = [accepted / verified if verified else 0.0 for verified, accepted in places]
-        steps = places[0][0] if places else 0
+        accepted = [right for _, right in totals.draft_positions]
+        steps = totals.draft_positions[0][0] if accepted else 0
+        asked = [steps, *accepted]  # a place counts where those before it were right
+        shares = [right / before if before else 0.0 for right, before in zip(accepted, asked, strict=False)]
         gained = 1 + totals.accepted_draft_tokens / steps if steps else 1.0
         found[f"{temperature:g}"] = {"accepted_by_place": shares, "tokens_a_step": gained}
         tell(

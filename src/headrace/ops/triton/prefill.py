@@ -132,7 +132,8 @@ def prefill_attention(
     first of its queries in the span, int32 [tiles]; a tile has `prefill_tile(shape)` queries."""
     key_pages, value_pages = cache
     width = power_of_two(shape.head_dim, 16)
-    stages = num_stages(2, STEP, 2 * width, q)  # the tile of queries takes as much again
+    # of three stages more than one does, two hold tables of blocks and one keys and values
+    stages = 2 if q.element_size() > 2 else 7 if width == 128 else 5
     _prefill[(tiles[0].shape[0], shape.num_kv_heads)](
         q, key_pages, value_pages, out, paged.block_tables, paged.rows, paged.query_start, paged.seq_lens, *tiles,
         q if scores.sinks is None else scores.sinks, paged.block_tables.stride(0), scores.scale,
