@@ -25,7 +25,7 @@ def compile_all(model, *options):
     return done.stdout
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 256])
 def test_all_kernels_of_an_engine(tmp_path, dim):
     said = compile_all(write_tiny_llama(tmp_path, hidden=256, inner=512, dim=dim))
     for kernel in ("linear", "gated_linear", "decode", "prefill", "plan_items", "count", "chunk_best", "commit"):

@@ -312,7 +312,7 @@ def decode_tile(rows: int, head_dim: int, key_bytes: int) -> tuple[int, int, int
 
     Few rows: one program a processor, that keeps much in flight; many: several, of which one begins while others read.
     """
-    if head_dim <= 64 and key_bytes <= 128:
+    if head_dim <= 64 and key_bytes <= 128:  # two tiles of keys in flight: they wait for their block's number
         return STEP, 4, 5
     deep = head_dim == 128 and rows <= 64
     step = STEP if key_bytes <= (256 if rows <= 64 else 128) else STEP // 2

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 
-from headrace.ops.triton.paged import HeadShape, PagedRows, Scores, num_stages
+from headrace.ops.triton.paged import HeadShape, PagedRows, Scores
 from headrace.ops.triton.runtime import INTERPRETED, kernel, launch_options, power_of_two
 
 STEP = 64  # keys that a program takes at a time
@@ -132,7 +132,7 @@ def prefill_attention(
     first of its queries in the span, int32 [tiles]; a tile has `prefill_tile(shape)` queries."""
     key_pages, value_pages = cache
     width = power_of_two(shape.head_dim, 16)
-    # of three stages more than one does, two hold tables of blocks and one keys and values
+    # keys wait for their block's number, so a pipeline of 2n + 1 stages holds n tiles of keys and values
     stages = 2 if q.element_size() > 2 else 7 if width == 128 else 5
     _prefill[(tiles[0].shape[0], shape.num_kv_heads)](
         q, key_pages, value_pages, out, paged.block_tables, paged.rows, paged.query_start, paged.seq_lens, *tiles,
