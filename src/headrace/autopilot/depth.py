@@ -37,7 +37,8 @@ _SHARE_MEMORY = 0.8  # weight of the past in the share of requests that have dra
 
 
 class PassCost:
-    """Seconds of a pass of the drafting network: a prediction from its work, corrected by what passes take."""
+    """Seconds of a pass of the drafting network: a prediction from its work, corrected by what passes take. Before any
+    was measured it is what reading the network takes at the least: a cost that is thought too high is never tried."""
 
     def __init__(self, cost: CostModel, work: WorkModel):
         self._cost = cost
@@ -46,6 +47,8 @@ class PassCost:
         self._known = 0
 
     def seconds(self, num_rows: int) -> float:
+        if not self._known:
+            return self._work.work(self._spans(num_rows), num_rows).bytes_total / self._cost.facts.read_bandwidth
         return self._factor * self._roof(num_rows)
 
     def observe(self, each: DraftPass) -> None:
@@ -56,9 +59,13 @@ class PassCost:
         self._factor += weight * (min(ratio, 4 * self._factor) - self._factor)  # a pause of the machine moves little
 
     def _roof(self, num_rows: int) -> float:
+        return self._cost.predict(self._work.work(self._spans(num_rows), num_rows))
+
+    @staticmethod
+    def _spans(num_rows: int) -> np.ndarray:
         spans = np.ones((4, num_rows), np.int32)
         spans[1] = _CONTEXT
-        return self._cost.predict(self._work.work(spans, num_rows))
+        return spans
 
 
 class _Best(NamedTuple):

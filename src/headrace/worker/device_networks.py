@@ -100,6 +100,7 @@ class Passes:
     ):
         most, rows = config.max_draft_tokens, config.max_num_seqs
         self._model = model
+        self.was_usual = False  # the last chain ran as most of its kind will: as a graph that was there
         backend.reserve(layout.groups, model.spec.num_heads, rows, device, config.max_model_len)
         self.cache = DeviceKVCache(layout, dtype, device)
         self.table = DeviceTable(rows, config.max_model_len, len(layout.groups), layout.block_size, device, hosts=False)
@@ -128,9 +129,12 @@ class Passes:
         """A pass over each row's next tokens, up to `most` as a rule, and passes of one token until row r has drafted
         depths[r] tokens, which fall: int32 [R, K], negative where there are none."""
         depth = int(depths[0])
-        if depth > 1 and int(depths[-1]) == depth:
+        self.was_usual = False
+        if int(depths[-1]) == depth:
+            captures = self._runner.chains.counts.captures
             drawn = self._runner.chain(self._plan(rows, lengths, True), depth, most)
             if drawn is not None:
+                self.was_usual = captures == self._runner.chains.counts.captures
                 self.table.host.num_computed[rows] += lengths + depth - 1
                 return drawn
         last = None
@@ -344,9 +348,9 @@ class DeviceDraftProposer:
         for column in range(1, tokens.shape[1]):  # nothing follows where nothing could be drawn
             tokens[tokens[:, column - 1] < 0, column] = -1
         self.runner.end(rows, tokens)
-        seconds = (time.perf_counter() - started) / int(depths[0])
-        counts = [int(np.count_nonzero(depths > column)) for column in range(int(depths[0]))]
-        self.runner.passes = [DraftPass(count, seconds) for count in counts]
+        if self.runner.sender.was_usual:  # others would teach that drafts are slow, and never be seen again
+            passes = int(depths[0])
+            self.runner.passes = [DraftPass(len(rows), (time.perf_counter() - started) / passes)] * passes
         placed = np.full((len(context.rows), tokens.shape[1]), -1, np.int32)
         placed[chosen] = tokens
         return Drafts(placed)
