@@ -110,3 +110,13 @@ def test_the_side_needs_nothing_but_the_engine():
         for line in Path(gpu_side.__file__).read_text().splitlines()
         if line.startswith(("import ", "from "))
     }
+
+
+def test_a_table_of_logs_of_a_run_that_was_broken_off(fake_sides):
+    logs = fake_sides / "logs"
+    whole = gpu.compare_on_gpu(gpu.Setup("tiny"), logs, tell=lambda text: None)
+    assert gpu.table_of_logs("tiny", logs, "vllm", False) == (whole, [])
+    ours = logs / gpu.log_name("tiny", "headrace", False)
+    ours.write_text("".join(line for line in ours.read_text().splitlines(True) if "offline" not in line))
+    rows, missing = gpu.table_of_logs("tiny", logs, "vllm", False)
+    assert rows == whole[:-1] and missing == ["offline"]

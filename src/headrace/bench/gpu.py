@@ -182,7 +182,7 @@ def compare_on_gpu(setup: Setup, folder: Path, tell: Callable[[str], None]) -> l
 
         def start(engine: str, python: str, device: int | None) -> Side:
             tell(f"{engine} starts")
-            log = folder / f"{name}{'.cold' if setup.cold else ''}.{engine}.log"
+            log = folder / log_name(name, engine, setup.cold)
             return Side(engine, python, work, log, device, Path(made) / "caches" if setup.cold else None)
 
         peer = start(setup.peer, setup.peer_python, setup.peer_device) if setup.peer else None
@@ -217,6 +217,30 @@ def table(model: str, cases: Sequence[Case], ours: dict[str, Any], theirs: dict[
     return rows
 
 
-def write_table(path: Path, rows: list[Row]) -> None:
-    """The results file."""
-    write_results(path, path.stem, rows, "torch", "triton", "vllm")
+def table_of_logs(model: str, folder: Path, peer: str | None, cold: bool) -> tuple[list[Row], list[str]]:
+    """(rows, cases that a side lacks) of a comparison whose logs are in `folder`, also of one that was broken off."""
+    name = Path(model).name
+
+    def side(engine: str) -> dict[str, Any]:
+        lines = (folder / log_name(name, engine, cold)).read_text().splitlines()
+        return {row["case"]: row for row in map(json.loads, lines_of_rows(lines))}
+
+    ours, theirs = side("headrace"), side(peer) if peer else {}
+    known = [case for case in chosen_cases(Setup(model)) if case.name in ours or case.name in theirs]
+    complete = [case for case in known if case.name in ours and (case.name in theirs or not peer)]
+    missing = [case.name for case in known if case not in complete]
+    return table(name, complete, ours, theirs, cold), missing
+
+
+def lines_of_rows(lines: Sequence[str]) -> list[str]:
+    """Those lines of a log that hold a row."""
+    return [line for line in lines if line.startswith('{"case"')]
+
+
+def log_name(model: str, engine: str, cold: bool) -> str:
+    return f"{model}{'.cold' if cold else ''}.{engine}.log"
+
+
+def write_table(path: Path, rows: list[Row], missing: Sequence[str] = ()) -> None:
+    """The results file. `missing`: cases that a side has no value of."""
+    write_results(path, path.stem, rows, "torch", "triton", more={"missing": list(missing)} if missing else None)

@@ -56,7 +56,10 @@ class Headrace:
         ledger = self._llm.engine.ledger
         records = ledger.records(ledger.totals.steps - self._seen)
         self._seen = ledger.totals.steps
-        return limit_share([record for record in records if (record.num_prefill_tokens > 0) == prefill])
+        # the median: the first steps of a kind compile kernels and capture graphs
+        wanted = [limit_share([each]) for each in records if (each.num_prefill_tokens > 0) == prefill]
+        shares = [share for share in wanted if share is not None]
+        return statistics.median(shares) if shares else None
 
 
 class VLLM:

@@ -74,6 +74,9 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
     compare_parser.add_argument(
         "--peer-gpu", type=int, metavar="N", help="with --vs: the peer runs at the same time, on GPU N"
     )
+    compare_parser.add_argument(
+        "--from-logs", action="store_true", help="with --vs: run nothing, make the table of the logs that are there"
+    )
     compare_parser.add_argument("--cold", action="store_true", help="with --vs: both sides start with empty caches")
     compare_parser.add_argument(
         "--logs", metavar="FOLDER", default="bench-logs", help="with --vs: what both sides said (default bench-logs)"
@@ -150,7 +153,7 @@ def throughput(arguments: argparse.Namespace) -> int:
 
 
 def _compare_on_gpu(arguments: argparse.Namespace) -> int:
-    from headrace.bench.gpu import Setup, compare_on_gpu, write_table
+    from headrace.bench.gpu import Setup, compare_on_gpu, table_of_logs, write_table
 
     pythons = arguments.peer_python or [sys.executable]
     setup = Setup(
@@ -163,11 +166,17 @@ def _compare_on_gpu(arguments: argparse.Namespace) -> int:
         arguments.offline[0] if arguments.offline else None,
         arguments.cold,
     )
-    rows = compare_on_gpu(setup, Path(arguments.logs), tell=lambda text: print(f"[{text}]", file=sys.stderr))
+    logs, missing = Path(arguments.logs), list[str]()
+    if arguments.from_logs:
+        rows, missing = table_of_logs(setup.model, logs, setup.peer, setup.cold)
+    else:
+        rows = compare_on_gpu(setup, logs, tell=lambda text: print(f"[{text}]", file=sys.stderr))
     for row in rows:
         print(row.line())
+    if missing:
+        print(f"no value of one side: {', '.join(missing)}", file=sys.stderr)
     if arguments.json:
-        write_table(Path(arguments.json), rows)
+        write_table(Path(arguments.json), rows, missing)
     return 0
 
 
