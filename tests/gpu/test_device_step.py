@@ -1,5 +1,7 @@
 """The request table on the GPU, step inputs, and tokens drawn there: those of the CPU engine's sampler."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ from headrace.ops.triton import step
 from headrace.sampling.params import SamplingParams
 from headrace.sampling.sampler import Sampler
 from headrace.sampling.state import SamplingBatch
+from headrace.worker.device_batch import DeviceBatchBuilder
 from headrace.worker.device_table import DeviceTable
 from headrace.worker.graphs import GraphKey, GraphLauncher
 
@@ -137,6 +140,60 @@ def test_a_span_that_yields_nothing_only_advances(table, device):
         assert int(after[row, step.COMPUTED] - before[row, step.COMPUTED]) == 1
 
 
+@pytest.mark.parametrize("damaged", [None, 0, 1, 2], ids=["sound", "first", "second", "third"])
+def test_drafts_are_judged_as_the_sampler_does(table, device, damaged):
+    """Spans of 1 + d tokens, at every position drawn with its own noise; the first `right` drafts are what is drawn."""
+    counts, right = [0, 3, 2, 1, 3, 2], [0, 3, 1, 0, 2, 2]
+    lengths = [1 + count for count in counts]
+    starts = np.cumsum([0, *lengths])
+    spans = replace(spans_of(ROWS, 6, device), query_start=i32(starts.tolist(), device))
+    span_of = np.repeat(np.arange(6, dtype=np.int32), lengths)
+    within = np.arange(len(span_of)) - starts[span_of]
+    logits = torch.randn(len(span_of), VOCAB, device=device, generator=torch.Generator(device).manual_seed(5)) * 3
+    known, rows = np.array(KNOWN), np.array(ROWS)
+    positions = known[span_of] + within
+    batch = SamplingBatch(table.host.sampling, rows[span_of], positions, np.zeros((8, 1), np.int32))
+    would = Sampler().draw(logits.cpu().numpy().copy(), batch)[0]
+    drafts = np.full(len(span_of), -1, np.int32)
+    for line, (span, place) in enumerate(zip(span_of.tolist(), within.tolist(), strict=True)):
+        if place < counts[span]:
+            drafts[line] = would[line] if place < right[span] else (would[line] + 1) % VOCAB
+            table.view.tokens()[ROWS[span], KNOWN[span] + place] = int(drafts[line])
+    if damaged is not None:
+        logits[starts[1] + damaged, 9] = float("nan")
+    before = table.view.records().cpu().numpy().copy()
+    want = Sampler().sample(logits.cpu().numpy().copy(), batch, span_of, 6, drafts)
+    lines = step.Lines(i32(span_of.tolist(), device), i32(starts[:-1].tolist(), device), i32(counts, device))
+    drawn = i32([[-9] * 4] * 8, device)
+    step.draw_and_commit(table.view, spans, lines, logits, True, True, drawn)
+    after, told = table.view.records().cpu().numpy(), drawn.tolist()
+    assert damaged != 0 or (list(want.errors) == [1] and told[1][0] == -2)
+    for span in range(6):
+        if span in want.errors:
+            continue
+        count, row = int(want.counts[span]), ROWS[span]
+        got = told[span][: lengths[span]]
+        got = got[: got.index(-1)] if -1 in got else got
+        assert got == want.tokens[span, :count].tolist()
+        assert table.view.tokens()[row, KNOWN[span] : KNOWN[span] + count].tolist() == got
+        assert after[row, step.KNOWN] - before[row, step.KNOWN] == count
+        assert after[row, step.COMPUTED] - before[row, step.COMPUTED] == count, "what was refused is set back"
+    assert damaged is not None or want.counts.tolist() == [r + 1 for r in right]
+
+
+def test_a_row_that_holds_the_end_of_a_sequence_draws_with_the_noise_of_its_place_there(table, device):
+    spans, lines = spans_of(ROWS, 6, device), step.Lines(i32(list(range(6)), device), i32(list(range(6)), device))
+    logits = torch.randn(6, VOCAB, device=device, generator=torch.Generator(device).manual_seed(7))
+    table.view.records()[:, step.SHIFT] = 11
+    batch = SamplingBatch(
+        table.host.sampling, np.array(ROWS), np.array(KNOWN, np.int64) + 11, np.zeros((8, 1), np.int32)
+    )
+    drawn = i32([-9] * 6, device)
+    want = Sampler().draw(logits.cpu().numpy().copy(), batch)[0]
+    step.draw_and_commit(table.view, spans, lines, logits, True, True, drawn)
+    assert drawn.tolist() == want.tolist()
+
+
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
 def test_damaged_logits_are_told(table, device, broken):
     spans, lines = spans_of(ROWS, 6, device), step.Lines(i32(list(range(6)), device), i32(list(range(6)), device))
@@ -145,6 +202,17 @@ def test_damaged_logits_are_told(table, device, broken):
     drawn = i32([-9] * 6, device)
     step.draw_and_commit(table.view, spans, lines, logits, True, False, drawn)
     assert drawn.tolist()[2] == -2 and drawn.tolist()[0] == int(logits[0].argmax())
+
+
+def test_long_prompts_are_left_to_the_library_but_for_graphs(device):
+    builder = DeviceBatchBuilder(DeviceTable(4, 64, 1, PAGE, device), 4, 64, 8, 20, device)
+    plan = StepPlan(0, np.array([[0, 1], [0, 0], [24, 5], [0, 0]], np.int32), yields=np.array([True, True]))
+    eager = builder.send(plan, None)
+    assert eager.alone == ((0, 24),) and eager.tiles is not None
+    assert eager.tiles[0].tolist() == [1], "tiles of the short prompt only"
+    padded = builder.send(plan, GraphKey(4, 32, False, False))
+    assert padded.alone == () and padded.tiles is not None
+    assert padded.tiles[0].tolist() == [0, 0, 0, 1, -1, -1, -1, -1] and padded.tiles[1].tolist()[:4] == [0, 8, 16, 0]
 
 
 class TestGraphs:
@@ -173,6 +241,14 @@ class TestGraphs:
         for _ in range(2):
             launcher.observe(key, sent=0.009, ran=0.010)
         assert launcher.serves(key) and captured == [key]
+
+    def test_short_steps_have_a_span_more_for_padding_and_a_line_a_token(self):
+        launcher = GraphLauncher(lambda key: None, lambda key: None, 8, 4096, True, False, most_short=45)
+        assert launcher.pick_short(3, 13, True, False) == GraphKey(5, 15, True, False, True)
+        assert launcher.pick_short(8, 42, False, False) == GraphKey(9, 45, False, False, True)
+        assert launcher.pick_short(8, 46, False, False) is None and launcher.pick_short(9, 20, False, False) is None
+        key = launcher.pick_short(2, 3, False, False)
+        assert key == GraphKey(3, 3, False, False, True) and key.short and not key.decodes
 
     def test_what_is_too_large_has_no_key(self):
         launcher, _ = self.launcher(True)

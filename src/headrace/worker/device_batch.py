@@ -158,12 +158,10 @@ class DeviceBatchBuilder:
             starts[count + 1 :] = key.num_tokens
             words[self._slices["line_of"]][count:] = -1
 
-    def may_be_padded(self, plan: StepPlan) -> bool:
-        """No span is better left to the library's attention, which no graph holds."""
-        return not self._alone(plan).any()
-
-    def _alone(self, plan: StepPlan) -> np.ndarray:
-        return (plan.lengths >= self._alone_from) & (plan.starts == 0)
+    def _alone(self, plan: StepPlan, key: GraphKey | None) -> np.ndarray:
+        """Spans that are left to the library's attention, which no graph holds: where the host is what a step waits
+        for, a graph with our own gains more."""
+        return (plan.lengths >= self._alone_from) & (plan.starts == 0) & (key is None)
 
     def is_short(self, plan: StepPlan) -> bool:
         """All spans are as short as those that verify drafts, and some are longer than one token."""
@@ -184,7 +182,7 @@ class DeviceBatchBuilder:
         parts["counts"][:] = count, decodes
         parts["num_drafts"][:count] = np.where(drawn, plan.num_drafts, 0)
         num_lines = self._lines(plan, key, parts, drawn)
-        alone = self._alone(plan)
+        alone = self._alone(plan, key)
         tiled = [span for span in range(decodes, count) if not alone[span]]
         tiles = [(span, first) for span in tiled for first in range(0, int(lengths[span]), self._tile)]
         if tiles:

@@ -249,8 +249,6 @@ class DeviceRunner:
 
     def _pick(self, plan: StepPlan, warm: bool, cut: bool) -> GraphKey | None:
         """The graph that a step without hosted rows might run under."""
-        if not self._builder.may_be_padded(plan):
-            return None
         if self._builder.is_short(plan):
             return self.launcher.pick_short(plan.num_spans, plan.num_tokens, warm, cut)
         if plan.num_drafts.any():
