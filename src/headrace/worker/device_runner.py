@@ -35,6 +35,7 @@ from headrace.sampling.sampler import DAMAGED, Sampled, Sampler
 from headrace.sampling.state import SamplingBatch
 from headrace.worker.device_batch import DeviceBatch, DeviceBatchBuilder
 from headrace.worker.device_cache import DeviceKVCache
+from headrace.worker.device_memory import StepTooLarge
 from headrace.worker.device_speculation import Speculation
 from headrace.worker.device_table import DeviceTable
 from headrace.worker.graphs import GraphKey, GraphLauncher
@@ -216,7 +217,7 @@ class DeviceRunner:
         if key is not None:
             self.launcher.run(key, plan.num_tokens)
         else:
-            hidden = self._step(batch, warm, cut)
+            hidden = self._step_or_too_large(batch, warm, cut)
         slot.drawn[: plan.num_spans].copy_(self._drawn[: plan.num_spans], non_blocking=True)
         if slot.finished is not None:
             slot.finished.record()
@@ -267,6 +268,12 @@ class DeviceRunner:
 
     def _padded(self, key: GraphKey) -> None:
         self._step(self._builder.padded_batch(key), key.warm, key.cut)
+
+    def _step_or_too_large(self, batch: DeviceBatch, warm: bool, cut: bool) -> torch.Tensor:
+        try:
+            return self._step(batch, warm, cut)
+        except torch.OutOfMemoryError as error:
+            raise StepTooLarge(str(error).splitlines()[0]) from None
 
     def _step(self, batch: DeviceBatch, warm: bool, cut: bool) -> torch.Tensor:
         """What runs on the GPU; returns the hidden states [T, H]."""

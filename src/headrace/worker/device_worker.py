@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -23,6 +24,7 @@ from headrace.sampling.sampler import Sampler
 from headrace.sampling.stages import default_stages
 from headrace.worker.device_cache import DeviceKVCache
 from headrace.worker.device_drafting import make_device_proposer
+from headrace.worker.device_memory import StepTooLarge, run_in_parts
 from headrace.worker.device_runner import DeviceRunner, FinishedStep, PendingStep
 from headrace.worker.device_speculation import Speculation
 from headrace.worker.device_table import DeviceTable
@@ -77,6 +79,7 @@ class DeviceWorker:
             table = DeviceTable(
                 config.max_num_seqs, config.max_model_len, len(layout.groups), layout.block_size, device
             )
+            self._drafts = bool(config.proposers)
             self.proposer = make_device_proposer(config, self.model, scheme, draft, dtype, device, place)
             self._runner = DeviceRunner(
                 self.model,
@@ -91,8 +94,14 @@ class DeviceWorker:
             )
 
     def execute(self, plan: StepPlan) -> PendingStep | FinishedStep:
-        """Send one step to the GPU."""
-        return self._runner.execute(plan)
+        """Send one step to the GPU; where its memory runs out, run the step in parts."""
+        try:
+            return self._runner.execute(plan)
+        except StepTooLarge:
+            if self._drafts:  # those that began with this step cannot begin again
+                raise
+        print("headrace: the GPU's memory ran out; the step runs again in parts", file=sys.stderr)
+        return FinishedStep(run_in_parts(self._runner.execute, plan))
 
     def stop(self) -> None:
         """Let go of the model, the cache and the graphs."""

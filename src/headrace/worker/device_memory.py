@@ -1,0 +1,72 @@
+"""What a step does when the GPU's memory runs out, because other programs took it: it runs again in parts, and only a
+request whose span alone does not fit ends, with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+
+from headrace.core.plan import StageTimes, StepPlan, StepResult
+
+NO_MEMORY = (
+    "the GPU's memory ran out, with nothing else in the step; other programs may use it: lower gpu_memory or "
+    "max_num_batched_tokens"
+)
+
+
+class StepTooLarge(RuntimeError):
+    """The GPU's memory ran out before a step had changed the request table."""
+
+
+class Running(Protocol):
+    """A step that was sent."""
+
+    def result(self) -> StepResult: ...
+
+
+def run_in_parts(execute: Callable[[StepPlan], Running], plan: StepPlan) -> StepResult:
+    """The result of a plan that did not fit, whose changes to the table were made: nothing that a step writes is seen
+    before its last kernel, so it can run again. Halves of its spans run one after the other, and halves of those."""
+    return _run(execute, replace(plan, admits=(), new_blocks=(), forks=(), block_copies=(), released=()))
+
+
+def _run(execute: Callable[[StepPlan], Running], plan: StepPlan) -> StepResult:
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    try:
+        return execute(plan).result()
+    except StepTooLarge:
+        pass  # beyond this block, what the exception held of the step is free
+    if plan.num_spans == 1:
+        return StepResult(plan.step_id, tokens=[[]], num_accepted=[0], errors={0: NO_MEMORY})
+    half = plan.num_spans // 2
+    first, second = (
+        _run(execute, replace(plan, spans=plan.spans[:, part], yields=plan.yields[part]))
+        for part in (slice(0, half), slice(half, None))
+    )
+    return _joined(first, second, half)
+
+
+def _joined(first: StepResult, second: StepResult, half: int) -> StepResult:
+    """One result of two, the second's spans behind the first's `half`."""
+
+    def moved(entries: dict[int, object]) -> dict[int, object]:
+        return {span + half: entry for span, entry in entries.items()}
+
+    both = {
+        name: {**getattr(first, name), **moved(getattr(second, name))}
+        for name in ("candidates", "errors", "logprobs", "prompt_logprobs")
+    }
+    times = StageTimes(
+        prepare=first.times.prepare + second.times.prepare, forward=first.times.forward + second.times.forward
+    )
+    return StepResult(
+        first.step_id,
+        tokens=first.tokens + second.tokens,
+        num_accepted=first.num_accepted + second.num_accepted,
+        times=times,
+        **both,  # type: ignore[arg-type]
+    )

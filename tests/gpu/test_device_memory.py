@@ -1,0 +1,61 @@
+"""A GPU whose memory runs out while it runs: steps go on in parts, and what fits nowhere ends alone."""
+
+import pytest
+import torch
+
+from headrace import LLM, SamplingParams
+from headrace.worker.device_memory import NO_MEMORY
+from headrace.worker.device_runner import DeviceRunner
+from tiny import write_tiny_llama
+
+SMALL = {"max_model_len": 128, "max_num_batched_tokens": 64, "max_num_seqs": 8, "mode": "exact"}
+PROMPTS = [[5, 6, 7, 8, 9], list(range(10, 55)), [9, 8, 7] * 3, [3]]
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=6, ignore_eos=True),
+    SamplingParams(temperature=1.0, seed=3, max_tokens=7, ignore_eos=True),
+    SamplingParams(temperature=0, max_tokens=5, repetition_penalty=1.3, logprobs=2, ignore_eos=True),
+    SamplingParams(temperature=0.7, top_p=0.9, seed=9, max_tokens=5, ignore_eos=True),
+]
+
+
+@pytest.fixture
+def scarce(monkeypatch):
+    """Steps of more than so many tokens find no memory; the number can be changed."""
+    limit = {"tokens": 10**9, "failures": 0}
+    original = DeviceRunner._step
+
+    def step(self, batch, warm, cut):
+        if batch.spans.token_ids.shape[0] > limit["tokens"]:
+            limit["failures"] += 1
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nand more")
+        return original(self, batch, warm, cut)
+
+    monkeypatch.setattr(DeviceRunner, "_step", step)
+    return limit
+
+
+def outputs(model):
+    with LLM(str(model), device="cuda", kv_cache="1MiB", cuda_graphs=False, **SMALL) as llm:
+        found = llm.generate(PROMPTS, PARAMS)
+        llm.engine.core.scheduler.check()
+    return found
+
+
+def test_steps_that_do_not_fit_run_in_parts(tmp_path, gpu_engine, scarce, capfd):
+    model = write_tiny_llama(tmp_path)
+    want = [output.outputs[0] for output in outputs(model)]
+    scarce["tokens"] = 40  # the rest of the longest prompt, 39 tokens, fits beside one other row
+    found = [output.outputs[0] for output in outputs(model)]
+    assert scarce["failures"] > 0
+    assert [each.token_ids for each in found] == [each.token_ids for each in want]
+    assert found[2].logprobs is not None and len(found[2].logprobs) == 5
+    assert "the GPU's memory ran out; the step runs again in parts" in capfd.readouterr().err
+
+
+def test_what_fits_nowhere_ends_with_the_reason_and_the_others_go_on(tmp_path, gpu_engine, scarce):
+    model = write_tiny_llama(tmp_path)
+    want = [output.outputs[0].token_ids for output in outputs(model)]
+    scarce["tokens"] = 38
+    found = [output.outputs[0] for output in outputs(model)]
+    assert found[1].finish_reason == "error" and NO_MEMORY in (found[1].error or "")
+    assert [found[i].token_ids for i in (0, 2, 3)] == [want[i] for i in (0, 2, 3)]
