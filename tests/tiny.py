@@ -31,8 +31,10 @@ def write_tiny_llama(
     dim: int = 12,
     mtp: bool = False,
 ) -> Path:
-    """Random weights of std 0.15, so that logits differ clearly from token to token. `special`: more special tokens. `mtp`: a
-    module for multi-token prediction beside the model, as DeepSeek-V3 stores it."""
+    """Random weights of std 0.15, so that logits differ clearly from token to token. `special`: more special tokens.
+
+    `mtp`: a module for multi-token prediction beside the model, as DeepSeek-V3 stores it.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
     heads, kv_heads = 4, 2
