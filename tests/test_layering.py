@@ -51,6 +51,7 @@ LAYERS = {
     "train": {
         "config", "device", "frontend", "layers.weights", "loading", "models", "quant", "sampling.params",
     },
+    "bench.tiles": {"ops", "models.spec"},
     "bench": {"frontend", "sampling.params", "device", "ledger", "loading"},
     "doctor": {"attention", "device", "frontend", "ledger", "loading", "ops", "sampling.params"},
     "cli": {

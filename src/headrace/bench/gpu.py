@@ -20,6 +20,9 @@ from typing import Any
 
 from headrace.bench.results import Row, write_results
 from headrace.bench.shapes import SHAPES, write_shape
+from headrace.device.cuda import gpu_facts, unavailable_reason
+from headrace.loading.checkpoint import open_checkpoint
+from headrace.loading.store import resolve_model
 
 SCRIPT = Path(__file__).with_name("gpu_side.py")
 LONGEST = 131072
@@ -244,3 +247,23 @@ def log_name(model: str, engine: str, cold: bool) -> str:
 def write_table(path: Path, rows: list[Row], missing: Sequence[str] = ()) -> None:
     """The results file. `missing`: cases that a side has no value of."""
     write_results(path, path.stem, rows, "torch", "triton", more={"missing": list(missing)} if missing else None)
+
+
+def tune_model(model: str | None, say: Callable[[str], None]) -> Path:
+    """Measure a model's products on this GPU (tiles.py); returns the file that later starts read. ValueError: there
+    is no GPU to measure on."""
+    reason = unavailable_reason()
+    if reason is not None:
+        raise ValueError(f"tiles are measured on a GPU: {reason}")
+    import torch
+
+    from headrace.bench.tiles import Measured, tune
+
+    def tell(measured: Measured) -> None:
+        product, tile = measured.product, measured.tile
+        gain = f"{measured.before:8.1f} us, best {measured.best:8.1f} us"
+        cut = f"{tile.rows} x {tile.inner}, {tile.split} parts, {tile.stages} stages"
+        say(f"{product.kind:6} {product.tokens:3} x {product.rows} x {product.inner}: {gain} ({cut})")
+
+    spec = open_checkpoint(resolve_model(model)).spec
+    return tune(spec, torch.device("cuda"), gpu_facts().name, tell)

@@ -25,6 +25,13 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
     throughput_parser.add_argument("--num-requests", type=int, default=32, metavar="N", help="requests (default 32)")
     throughput_parser.set_defaults(command=throughput)
     bench_serve.add_command(kinds)
+    tiles_parser = kinds.add_parser(
+        "tiles", help="on a GPU: find the fastest cut of each of a model's products, for every later start"
+    )
+    tiles_parser.add_argument(
+        "-m", "--model", metavar="MODEL", help="as for other commands; its config is all it needs"
+    )
+    tiles_parser.set_defaults(command=tiles)
     compare_parser = kinds.add_parser("compare", help="the same work through Headrace and peers, in turns")
     compare_parser.add_argument(
         "--peer",
@@ -150,6 +157,13 @@ def throughput(arguments: argparse.Namespace) -> int:
         case = f"{what} offline {arguments.num_requests} x {arguments.prompt_len}+{arguments.output_len}"
         rows = [Row(case, "tok/s", "higher", median([t.output_rate for t in timings]), runs=arguments.runs)]
         return _report(arguments, llm, "throughput", rows)
+
+
+def tiles(arguments: argparse.Namespace) -> int:
+    from headrace.bench.gpu import tune_model
+
+    print(f"written: {tune_model(arguments.model, say=lambda line: print(line, flush=True))}")
+    return 0
 
 
 def _compare_on_gpu(arguments: argparse.Namespace) -> int:

@@ -34,6 +34,9 @@ def gpu(measure: bool = True) -> Section:
     section.add(
         "attention", "triton, with the library's for long prompts without a prefix; native and reference: CPU only"
     )
+    from headrace.ops.triton.tile_table import measured_tiles
+
+    section.add("tiles", f"{len(measured_tiles())} measured for this GPU, a rule for others (headrace bench tiles)")
     if measure:
         rates = gpu_machine_facts(facts.name)
         section.add("reading", f"{rates.read_bandwidth / 1e12:.2f} TB/s")

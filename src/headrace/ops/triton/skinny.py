@@ -7,7 +7,7 @@ nothing is added by atomics, so the bits do not depend on who finishes first.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -16,20 +16,7 @@ import triton.language as tl
 
 from headrace.ops.triton.pointwise import gated
 from headrace.ops.triton.runtime import INTERPRETED, kernel, launch_options, num_processors, power_of_two
-
-MAX_TOKENS = 64  # more are served better by the library's products
-
-
-@dataclass(frozen=True)
-class Tile:
-    """How a product is cut: weight rows and inner elements of a tile, parts of the inner dimension, pipeline depth."""
-
-    rows: int
-    inner: int
-    split: int
-    stages: int
-    warps: int = 4
-    tokens: int = MAX_TOKENS  # at most; the grid's last axis has the rest
+from headrace.ops.triton.tile_table import MAX_TOKENS, Product, Tile, measured_tiles
 
 
 @kernel
@@ -121,20 +108,14 @@ def _inner_step(inner: int, widest: int) -> int:
     return min(widest, power_of_two(inner, 16))
 
 
-# (tokens, rows, inner) where an H200 was measurably faster with another tile than the rule below gives
-_MEASURED = {
-    (16, 6144, 4096): Tile(64, 64, 4, 6),
-    (32, 6144, 4096): Tile(64, 64, 2, 6),
-}
-
-
 @cache
 def choose_tile(tokens: int, rows: int, inner: int, can_split: bool) -> Tile:
-    """A tile for so many tokens (a power of two); the rule was fitted to measurements on an H200."""
+    """A tile for so many tokens (a power of two): what was measured for the shape, else by a rule that was fitted to
+    measurements on an H200."""
     if INTERPRETED:  # any will do; one that exercises both parts and masks
         return Tile(64, _inner_step(inner, 64), 2 if can_split and inner >= 128 else 1, 1)
-    if can_split and (tokens, rows, inner) in _MEASURED:
-        return _MEASURED[tokens, rows, inner]
+    if found := measured_tiles().get(Product("parts" if can_split else "plain", tokens, rows, inner)):
+        return found
     if not can_split:
         return replace(_tile(inner, 1), stages=3)
     wanted = 1.36 * num_processors() if tokens <= 16 else 0.68 * num_processors()  # programs
@@ -150,6 +131,8 @@ def choose_gated_tile(tokens: int, rows: int, inner: int) -> Tile:
     """As `choose_tile`, for a merged gate and up, whose tiles hold both."""
     if INTERPRETED:
         return Tile(32, _inner_step(inner, 64), 1, 1)
+    if found := measured_tiles().get(Product("gated", tokens, rows, inner)):
+        return found
     if tokens <= 16 or (tokens <= 32 and rows > 8192):
         return _tile(inner, 1)
     return Tile(64, _inner_step(inner, 64), 1, 6)
