@@ -35,6 +35,7 @@ class AttentionCaps:
     soft_cap: bool = True
     sinks: bool = True
     graph_support: bool = False
+    trees: bool = False  # spans that are token trees (StepBatch.parents)
 
     def refusals(self, device: str, kv_format: str, layer: LayerAttention, block_size: int) -> list[str]:
         """Every reason why this backend cannot serve `layer`; empty when it can."""
@@ -67,6 +68,11 @@ class AttentionBackend(Protocol):
 
     def plan(self, batch: Any, group: int, spec: KVGroup) -> Any:
         """Metadata of `batch` (a StepBatch) for one layer group, shared by the group's layers."""
+        ...
+
+    def move(self, cache: tuple[Array, Array], sources: Array, destinations: Array) -> None:
+        """Copy the keys and values of tokens in one layer's pages from slots `sources` to `destinations`, int [N]. Only
+        backends that serve token trees have it."""
         ...
 
     def run(self, q: Array, k: Array, v: Array, cache: tuple[Array, Array], meta: Any, layer: LayerAttention) -> Array:

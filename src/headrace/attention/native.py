@@ -51,6 +51,7 @@ class _JobStruct(ctypes.Structure):
         ("scale", ctypes.c_float),
         ("soft_cap", ctypes.c_float),
         ("sinks", ctypes.c_void_p),
+        ("parents", ctypes.c_void_p),
     ]
 
 
@@ -64,28 +65,33 @@ class NativeMeta:
     block_size: int
     num_tokens: int
     num_spans: int
-    arrays: tuple[np.ndarray, ...]  # query_start, positions, tables
+    arrays: tuple[np.ndarray, ...]  # query_start, positions, tables, and parents where there are trees
 
     def fixed(self) -> NativeMeta:
         """A copy with arrays of its own, wide enough for some more blocks: what a recording points to."""
-        query_start, positions, tables = self.arrays
+        query_start, positions, tables, *parents = self.arrays
         wide = np.zeros((tables.shape[0], tables.shape[1] + 64), np.int32)
         wide[:, : tables.shape[1]] = tables
-        return self._with((query_start.copy(), positions.copy(), wide), self.slot_mapping.copy())
+        own = (query_start.copy(), positions.copy(), wide, *(each.copy() for each in parents))
+        return self._with(own, self.slot_mapping.copy())
 
     def refill(self, other: NativeMeta) -> bool:
         """Take over the contents of a step of the same shape; False if they do not fit."""
         tables, found = self.arrays[2], other.arrays[2]
-        if found.shape[1] > tables.shape[1] or (self.num_tokens, self.num_spans) != (other.num_tokens, other.num_spans):
+        shape = (self.num_tokens, self.num_spans, len(self.arrays))
+        if found.shape[1] > tables.shape[1] or shape != (other.num_tokens, other.num_spans, len(other.arrays)):
             return False
         self.arrays[0][:], self.arrays[1][:] = other.arrays[:2]
         tables[:, : found.shape[1]] = found
+        for own, parents in zip(self.arrays[3:], other.arrays[3:], strict=True):
+            own[:] = parents
         self.slot_mapping[:] = other.slot_mapping
         return True
 
     def _with(self, arrays: tuple[np.ndarray, ...], slots: np.ndarray) -> NativeMeta:
         job = _JobStruct.from_buffer_copy(self.job)
-        job.query_start, job.positions, job.tables = map(address, arrays)
+        job.query_start, job.positions, job.tables = map(address, arrays[:3])
+        job.parents = address(arrays[3]) if len(arrays) > 3 else None
         job.table_stride = arrays[2].strides[0] >> 2
         return replace(self, job=job, slot_mapping=slots, arrays=arrays)
 
@@ -102,11 +108,27 @@ def _rows(array: Array) -> np.ndarray:
     return np.ascontiguousarray(array, np.float32)
 
 
+def _page_parts(pages: np.ndarray, kv_format: str, keys: bool) -> list[np.ndarray]:
+    """Views [num_blocks, kv heads, block_size, ...] of what pages hold for a position."""
+    blocks, size, heads, stored = pages.shape
+    vector = stored - (4 if kv_format == "int8" else 0)
+    whole = pages.reshape(blocks, heads, size * stored)
+    element = 2 if kv_format == "bfloat16" else 1  # bytes of a number in uint8 pages; float32 pages hold numbers
+    numbers = whole[:, :, : size * vector]
+    if keys:
+        parts = [numbers.reshape(blocks, heads, vector // element, size, element).transpose(0, 1, 3, 2, 4)]
+    else:
+        parts = [numbers.reshape(blocks, heads, size, vector)]
+    if kv_format == "int8":
+        parts.append(whole[:, :, size * vector :].reshape(blocks, heads, size, 4))
+    return parts
+
+
 class NativeAttention:
     """Attention through the native library, over pages of its own order."""
 
     name = "native"
-    caps = AttentionCaps(devices=frozenset({"cpu"}), kv_formats=frozenset(KV_FORMATS))
+    caps = AttentionCaps(devices=frozenset({"cpu"}), kv_formats=frozenset(KV_FORMATS), trees=True)
 
     def __init__(self, block_size: int):
         self.block_size = block_size
@@ -119,7 +141,7 @@ class NativeAttention:
         return unavailable_reason()
 
     def plan(self, batch: StepBatch, group: int, spec: KVGroup) -> NativeMeta:
-        """Metadata of `batch` for layer group number `group`. A span's positions must be consecutive."""
+        """Metadata of `batch` for layer group number `group`. A span's positions must be consecutive, but for trees."""
         query_start, positions = _int32(batch.query_start), _int32(batch.positions)
         tables, slots = _int32(batch.block_tables[group]), _int32(batch.slot_mapping[group])
         job = _JobStruct(
@@ -131,8 +153,18 @@ class NativeAttention:
             window=spec.window or 0,
         )
         num_spans = len(query_start) - 1
-        arrays = (query_start, positions, tables)
+        arrays: tuple[np.ndarray, ...] = (query_start, positions, tables)
+        if batch.parents is not None:
+            arrays = (*arrays, _int32(batch.parents))
+            job.parents = address(arrays[3])
         return NativeMeta(job, slots, spec.window, self.block_size, len(positions), num_spans, arrays)
+
+    def move(self, cache: tuple[Array, Array], sources: np.ndarray, destinations: np.ndarray) -> None:
+        """See AttentionBackend.move."""
+        (block, inside), (to_block, to_inside) = (divmod(each, self.block_size) for each in (sources, destinations))
+        for pages, keys in zip(cache, (True, False), strict=True):
+            for part in _page_parts(pages, self.kv_format, keys):
+                part[to_block, :, to_inside] = part[block, :, inside]
 
     def run(
         self,

@@ -38,13 +38,22 @@ class _Stretch:
     length: int
     first_tile: int
     last_tile: int
+    root: int = 0  # of a query in a token tree: the position of the tree's first token, and the places in the span of
+    path: np.ndarray | None = None  # the query and its ancestors, by depth
+
+    def places(self, positions: np.ndarray) -> np.ndarray:
+        """Where in the row's blocks the tokens at these positions lie, as the queries see them."""
+        if self.path is None:
+            return positions
+        depth = np.clip(positions - self.root, 0, len(self.path) - 1)
+        return np.where(positions > self.root, self.root + self.path[depth], positions)
 
 
 class ReferenceAttention:
     """Attention through the op `paged_attention`, over token-major pages."""
 
     name = "reference"
-    caps = AttentionCaps(devices=frozenset({"cpu"}), kv_formats=frozenset(KV_FORMATS), block_tile=TILE)
+    caps = AttentionCaps(devices=frozenset({"cpu"}), kv_formats=frozenset(KV_FORMATS), block_tile=TILE, trees=True)
 
     def __init__(self, block_size: int):
         if TILE % block_size and block_size % TILE:
@@ -53,17 +62,22 @@ class ReferenceAttention:
         self.kv_format = FLOAT32.name
 
     def plan(self, batch: StepBatch, group: int, spec: KVGroup) -> ReferenceMeta:
-        """Metadata of `batch` for layer group number `group`. A span's positions must be consecutive."""
+        """Metadata of `batch` for layer group number `group`. A span's positions must be consecutive, but for trees."""
         tables = np.asarray(batch.block_tables[group])
         starts = np.asarray(batch.query_start).tolist()
         positions = np.asarray(batch.positions)
+        parents = None if batch.parents is None else np.asarray(batch.parents)
         singles: dict[int, list[tuple[_Stretch, np.ndarray]]] = {}
         groups = []
         for span, table in enumerate(tables):
             first, last = starts[span], starts[span + 1]
             if first == last:
                 continue
-            for stretch in _stretches(first, int(positions[first]), last - first, spec.window):
+            if parents is not None and parents[first] == -1:
+                found = _tree_stretches(first, positions[first:last], parents[first:last], spec.window)
+            else:
+                found = _stretches(first, int(positions[first]), last - first, spec.window)
+            for stretch in found:
                 if stretch.length == 1:
                     tiles = stretch.last_tile - stretch.first_tile + 1
                     singles.setdefault(tiles, []).append((stretch, table))
@@ -76,6 +90,12 @@ class ReferenceAttention:
             block_size=self.block_size,
             work=TileWork(tuple(groups), num_queries=starts[-1]),
         )
+
+    def move(self, cache: tuple[Array, Array], sources: np.ndarray, destinations: np.ndarray) -> None:
+        """See AttentionBackend.move."""
+        for pages in cache:
+            slots = pages.reshape(-1, *pages.shape[2:])
+            slots[destinations] = slots[sources]
 
     def run(
         self,
@@ -130,6 +150,10 @@ class ReferenceAttention:
 
     def _body(self, stretch: _Stretch, table: np.ndarray, window: int | None) -> Piece:
         """Unit ids of all tiles but the last; units before the window repeat the first one in it."""
+        if stretch.path is not None:
+            places = np.arange(stretch.first_tile * TILE, stretch.last_tile * TILE)
+            places = stretch.places(np.maximum(places, _first_visible(stretch.position, window)))
+            return Piece(np.zeros(0, np.int64), contiguous=False, slots=self._slots(table, places))
         unit = min(self.block_size, TILE)
         per_block = self.block_size // unit
         wanted = np.arange(stretch.first_tile * (TILE // unit), stretch.last_tile * (TILE // unit))
@@ -141,8 +165,10 @@ class ReferenceAttention:
         """Slots [64] of the last tile; positions nobody may see repeat the first query's own."""
         wanted = stretch.last_tile * TILE + np.arange(TILE)
         seen = (wanted < stretch.position + stretch.length) & (wanted >= _first_visible(stretch.position, window))
-        wanted = np.where(seen, wanted, stretch.position)
-        return table[wanted // self.block_size].astype(np.int64) * self.block_size + wanted % self.block_size
+        return self._slots(table, stretch.places(np.where(seen, wanted, stretch.position)))
+
+    def _slots(self, table: np.ndarray, places: np.ndarray) -> np.ndarray:
+        return table[places // self.block_size].astype(np.int64) * self.block_size + places % self.block_size
 
 
 def _first_visible(position: int, window: int | None) -> int:
@@ -160,4 +186,19 @@ def _stretches(token: int, position: int, length: int, window: int | None) -> li
             cut = min(cut, (first_tile + 1) * TILE + window - 1)
         found.append(_Stretch(token, position, cut - position, first_tile, last_tile))
         token, position = token + cut - position, cut
+    return found
+
+
+def _tree_stretches(token: int, positions: np.ndarray, parents: np.ndarray, window: int | None) -> list[_Stretch]:
+    """Each query of a token tree by itself, with its ancestors."""
+    root = int(positions[0])
+    found = []
+    for index, position in enumerate(positions.tolist()):
+        path = np.zeros(position - root + 1, np.int64)
+        at = index
+        for depth in range(position - root, -1, -1):
+            path[depth] = at
+            at = int(parents[at])
+        tiles = _first_visible(position, window) // TILE, position // TILE
+        found.append(_Stretch(token + index, position, 1, *tiles, root, path))
     return found

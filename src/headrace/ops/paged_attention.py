@@ -38,6 +38,7 @@ class Piece:
 
     units: np.ndarray  # int64 [(num_tiles - 1) * 64 / unit size]  unit ids in order of position
     contiguous: bool  # the ids are consecutive, so a slice of the pages is enough
+    slots: np.ndarray | None = None  # int64 [(num_tiles - 1) * 64]  in place of units: of a query in a token tree
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,8 @@ class _Call:
 
     def gather(self, which: int, piece: Piece, first: int, last: int) -> Array:
         """Tiles first .. last-1 of a piece's keys (0) or values (1): [tiles, 64, kv heads, D]."""
+        if piece.slots is not None:
+            return self.gather_slots(which, piece.slots.reshape(-1, TILE)[first:last])
         units = self.units[which]
         per_tile = TILE // units.shape[1]
         ids = piece.units[first * per_tile : last * per_tile]

@@ -40,6 +40,9 @@ class StepBatch:
     # int32 [P]  tokens followed by a prompt token whose log-probability is wanted, and the span of each
     prompt_index: Array = field(default_factory=lambda: np.zeros(0, np.int32))
     prompt_span: Array = field(default_factory=lambda: np.zeros(0, np.int32))
+    # int32 [T]  of each token of a span that is a token tree, the place in its span of the token before it, -1 of its
+    # first; of tokens of other spans -2; None: no span is one. Positions of a tree are depths, slots are in its order
+    parents: Array | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -6,6 +6,10 @@
 // Dao et al. 2023), whether one thread went through them or several, so the number of threads changes nothing. What a
 // query vector does is a chain of operations of its own, lane by lane, that depends on its position only: neighbours in
 // the item change nothing, and tiles or lanes hidden from it add exact zeros.
+//
+// A span may be a token tree: behind its first token, a query sees its ancestors only (SpecInfer, Miao et al. 2023). What
+// lies before the tree goes by as ever; tiles with tokens of the tree go by for one query at a time, whose ancestors are
+// gathered from where they lie. A query's bits are those that it has in a chain of its ancestors.
 
 // Running softmax of some query vectors: [rows][padded] sums, [rows][W] masses (to be added up), [rows] largest scores.
 struct State {
@@ -24,7 +28,16 @@ struct Item {
   float* shrink;                      // [rows]: what the sums so far are multiplied with, for the tile at hand
   float* gathered;                    // [dim][64]: keys of a tile whose blocks are not whole vectors
   float *key_scales, *value_scales;   // [64]: int8, of the tile at hand
+  const int* positions;               // of each query
+  int first_row, end_row;             // of the query vectors that the tile at hand goes by for
+  int root;                           // position of a tree's first token
+  const int* path;                    // null, or: places in the tree's span of the query's ancestors, by depth
 };
+
+// The place in the span's blocks of the token at `position`, as the query at hand sees it.
+INLINE int place(const Item& item, int position) {
+  return item.path && position > item.root ? item.root + item.path[position - item.root] : position;
+}
 
 template <int kKv>
 constexpr int kv_size() { return kKv == kKvF32 ? 4 : kKv == kKvBf16 ? 2 : 1; }
@@ -62,15 +75,18 @@ INLINE const uint8_t* page(const Item& item, const uint8_t* pages, int position)
 
 template <int kKv>
 INLINE const uint8_t* key_column(const Item& item, int position) {
+  position = place(item, position);
   return page(item, item.job.keys, position) + position % item.job.block_size * kv_size<kKv>();
 }
 
 template <int kKv>
 INLINE const uint8_t* value_row(const Item& item, int position) {
+  position = place(item, position);
   return page(item, item.job.values, position) + position % item.job.block_size * item.dim * kv_size<kKv>();
 }
 
 INLINE float scale_of(const Item& item, const uint8_t* pages, int position) {
+  position = place(item, position);
   const int inside = position % item.job.block_size;
   float scale;
   __builtin_memcpy(&scale, page(item, pages, position) + item.dim * item.job.block_size + 4 * inside, 4);
@@ -212,7 +228,7 @@ INLINE float shrunk(float before, float after) {
 template <int kKv>
 INLINE float softmax_row(const Item& item, int row, int tile_start, int vectors) {
   const AttentionJob& job = item.job;
-  const int position = item.first_position + row / item.group;
+  const int position = item.positions[row / item.group];
   const int high = position + 1 - tile_start;
   const int low = job.window ? position - job.window + 1 - tile_start : 0;
   float* scores = item.scores + row * kTile;
@@ -248,7 +264,7 @@ INLINE void attend_tile(const Item& item, int tile_start, int begin, int end, in
   const AttentionJob& job = item.job;
   const int vectors = (end + W - 1) / W;
   const uint8_t* keys[kTile / W];
-  const bool gathers = job.block_size % W != 0;
+  const bool gathers = job.block_size % W != 0 || item.path;
   if (!gathers) {
     for (int v = 0; v < vectors; ++v) {
       const int seen = v * W + W <= begin ? begin : v * W;  // a vector wholly before the window: any block will do
@@ -272,24 +288,44 @@ INLINE void attend_tile(const Item& item, int tile_start, int begin, int end, in
     }
   // while one is at work, what comes next is brought nearer: this tile's values, then the next tile's keys
   Ahead ahead = ahead_of(item, job.values, tile_start + begin / job.block_size * job.block_size, tile_start + end);
-  for (int row = 0; row < item.rows; row += kAttnRows) {
-    const int count = item.rows - row < kAttnRows ? item.rows - row : kAttnRows;
+  for (int row = item.first_row; row < item.end_row; row += kAttnRows) {
+    const int count = item.end_row - row < kAttnRows ? item.end_row - row : kAttnRows;
     if (gathers) scores_by<kKvF32, kAttnRows>(count, item, row, keys, static_cast<ptrdiff_t>(kTile * 4), vectors, ahead);
     else
       scores_by<kKv, kAttnRows>(count, item, row, keys, static_cast<ptrdiff_t>(job.block_size * kv_size<kKv>()), vectors,
                                 ahead);
   }
-  for (int row = 0; row < item.rows; ++row) item.shrink[row] = softmax_row<kKv>(item, row, tile_start, vectors);
+  for (int row = item.first_row; row < item.end_row; ++row) item.shrink[row] = softmax_row<kKv>(item, row, tile_start, vectors);
   const uint8_t* values[kTile];
   for (int j = begin; j < end;) {  // block by block: finding a place takes two divisions
     const uint8_t* at = value_row<kKv>(item, tile_start + j);
-    const int left = job.block_size - (tile_start + j) % job.block_size, stop = j + left < end ? j + left : end;
+    const int left = item.path ? 1 : job.block_size - (tile_start + j) % job.block_size;
+    const int stop = j + left < end ? j + left : end;
     for (; j < stop; ++j, at += item.dim * kv_size<kKv>()) values[j] = at;
   }
   ahead = ahead_of(item, job.keys, tile_start + kTile, last);
-  for (int row = 0; row < item.rows; row += kAttnRows)
-    values_by<kKv, kAttnRows>(item.rows - row < kAttnRows ? item.rows - row : kAttnRows, item, row, values, begin, end,
-                              ahead);
+  for (int row = item.first_row; row < item.end_row; row += kAttnRows)
+    values_by<kKv, kAttnRows>(item.end_row - row < kAttnRows ? item.end_row - row : kAttnRows, item, row, values, begin,
+                              end, ahead);
+}
+
+// A tile with tokens of a tree, for each query of the item by itself.
+template <int kKv>
+NOINLINE static void attend_tree_tile(Item& item, const int32_t* parents, const AttentionItem& work, int tile_start,
+                                      int begin, int last) {
+  int path[kMaxTree];
+  item.path = path;
+  for (int query = 0; query < work.count; ++query) {
+    const int position = item.positions[query], end = position + 1 - tile_start;
+    if (end <= begin) continue;
+    for (int depth = position - item.root, at = work.first + query; depth >= 0; --depth, at = parents[at]) path[depth] = at;
+    item.first_row = query * item.group;
+    item.end_row = item.first_row + item.group;
+    attend_tile<kKv>(item, tile_start, begin, end < kTile ? end : kTile, last);
+  }
+  item.path = nullptr;
+  item.first_row = 0;
+  item.end_row = item.rows;
 }
 
 INLINE int padded_dim(int dim) { return (dim + W - 1) / W * W; }
@@ -365,7 +401,7 @@ static void attend(const AttentionJob& job, const AttentionItem& work, float* sc
   const size_t num_rows = static_cast<size_t>(rows), dim = static_cast<size_t>(job.dim);
   Item item{job, rows, group, 0, job.tables + work.span * job.table_stride, work.kv_head, job.dim,
             padded_dim(job.dim), kv_page_bytes(kKv, job.dim, job.block_size), nullptr, nullptr,
-            State{}, nullptr, nullptr, nullptr, nullptr};
+            State{}, nullptr, nullptr, nullptr, nullptr, nullptr, 0, rows, 0, nullptr};
   item.scores = scratch;
   item.gathered = item.scores + num_rows * kTile;
   item.key_scales = item.gathered + dim * kTile;
@@ -382,8 +418,22 @@ static void attend(const AttentionJob& job, const AttentionItem& work, float* sc
     const float* q = job.q + (token + row / group) * job.q_stride + static_cast<ptrdiff_t>(head) * job.dim;
     for (int d = 0; d < job.dim; ++d) item.q[row * job.dim + d] = q[d] * job.scale;
   }
-  const int last_position = item.first_position + work.count - 1;
-  const int lowest = job.window && item.first_position >= job.window ? item.first_position - job.window + 1 : 0;
+  const int start_token = job.query_start[work.span];
+  const int32_t* parents = job.parents && job.parents[start_token] == -1 ? job.parents + start_token : nullptr;
+  int positions[kMaxRows];
+  item.positions = positions;
+  item.root = job.positions[start_token];
+  int lowest_query = item.first_position, last_position = item.first_position + work.count - 1;
+  for (int query = 0; query < work.count; ++query) positions[query] = item.first_position + query;
+  if (parents) {
+    lowest_query = last_position = job.positions[token];
+    for (int query = 0; query < work.count; ++query) {
+      const int position = positions[query] = job.positions[token + query];
+      if (position < lowest_query) lowest_query = position;
+      if (position > last_position) last_position = position;
+    }
+  }
+  const int lowest = job.window && lowest_query >= job.window ? lowest_query - job.window + 1 : 0;
   if (work.partial) item.state = state_at(work.partial, rows, job.dim);
   const int first = work.partial ? work.chunk : lowest / kChunk, last = work.partial ? first : last_position / kChunk;
   // one chunk and no sinks: what it has seen is the total, as merging it into nothing would make it
@@ -395,7 +445,8 @@ static void attend(const AttentionJob& job, const AttentionItem& work, float* sc
     const int to = last_position < (chunk + 1) * kChunk ? last_position + 1 : (chunk + 1) * kChunk;
     for (int start = from / kTile * kTile; start < to; start += kTile) {
       const int begin = from > start ? from - start : 0, end = to - start < kTile ? to - start : kTile;
-      attend_tile<kKv>(item, start, begin, end, last_position + 1);
+      if (!parents || start + kTile <= item.root + 1) attend_tile<kKv>(item, start, begin, end, last_position + 1);
+      else attend_tree_tile<kKv>(item, parents, work, start, begin, last_position + 1);
     }
     if (!work.partial && !alone) merge(total, item.state, rows, job.dim);
   }

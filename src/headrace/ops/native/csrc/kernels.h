@@ -110,6 +110,10 @@ struct AttentionJob {
   int kv_format;
   float scale, soft_cap;  // soft_cap 0: none
   const float* sinks;     // null: none
+  // Null: no span is a token tree. Else of each token of a tree the place in its span of the token before it (of its
+  // first token -1), of tokens of other spans -2. Of a tree, `positions` are depths from the first one's; its keys and
+  // values lie in the order of the span.
+  const int32_t* parents;
 };
 
 struct Kernels {
@@ -150,6 +154,7 @@ const Kernels* amx_emulated_kernels();  // null where not compiled in
 
 // Most query vectors (queries times heads that share a key/value head) of one attention item.
 constexpr int kMaxRows = 48;
+constexpr int kMaxTree = 65;  // tokens of a tree's span
 inline int queries_per_item(int heads_per_kv) { return heads_per_kv >= kMaxRows ? 1 : kMaxRows / heads_per_kv; }
 
 // pack.cpp, plain code for every processor
