@@ -38,7 +38,7 @@ LAYERS = {
         "models.spec", "layers.weights", "ops.native", "frontend.tokenizer", "frontend.gguf_tokenizer",
         "models.registry",
     },
-    "worker": {"ops", "core", "models", "layers", "attention", "sampling", "spec", "device", "quant", "config"},
+    "worker": {"env", "ops", "core", "models", "layers", "attention", "sampling", "spec", "device", "quant", "config"},
     "executor": {"worker", "core"},
     "autopilot": {"core", "ledger"},
     "ledger": {"core", "models.spec", "device"},

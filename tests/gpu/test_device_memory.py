@@ -59,3 +59,12 @@ def test_what_fits_nowhere_ends_with_the_reason_and_the_others_go_on(tmp_path, g
     found = [output.outputs[0] for output in outputs(model)]
     assert found[1].finish_reason == "error" and NO_MEMORY in (found[1].error or "")
     assert [found[i].token_ids for i in (0, 2, 3)] == [want[i] for i in (0, 2, 3)]
+
+
+def test_steps_are_ranges_of_profilers_if_asked(tmp_path, gpu_engine, monkeypatch):
+    open_ranges, names = [], []
+    monkeypatch.setenv("HEADRACE_NVTX", "1")
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", lambda name: (open_ranges.append(name), names.append(name)))
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: open_ranges.pop())
+    outputs(write_tiny_llama(tmp_path))
+    assert names and not open_ranges and "rows" in names[0]

@@ -15,6 +15,7 @@ from headrace.attention.triton import TritonAttention
 from headrace.config import ConfigError, EngineConfig
 from headrace.core.kv_layout import KVLayout
 from headrace.core.plan import StepPlan
+from headrace.env import mark_steps
 from headrace.layers.weights import Checkpoint, WeightSource
 from headrace.models.registry import build_model
 from headrace.models.spec import ModelSpec
@@ -79,7 +80,7 @@ class DeviceWorker:
             table = DeviceTable(
                 config.max_num_seqs, config.max_model_len, len(layout.groups), layout.block_size, device
             )
-            self._drafts = bool(config.proposers)
+            self._drafts, self._marks = bool(config.proposers), mark_steps()
             self.proposer = make_device_proposer(config, self.model, scheme, draft, dtype, device, place)
             self._runner = DeviceRunner(
                 self.model,
@@ -95,6 +96,15 @@ class DeviceWorker:
 
     def execute(self, plan: StepPlan) -> PendingStep | FinishedStep:
         """Send one step to the GPU; where its memory runs out, run the step in parts."""
+        if not self._marks:
+            return self._execute(plan)
+        torch.cuda.nvtx.range_push(f"step {plan.step_id}: {plan.num_spans} rows, {plan.num_tokens} tokens")
+        try:
+            return self._execute(plan)
+        finally:
+            torch.cuda.nvtx.range_pop()
+
+    def _execute(self, plan: StepPlan) -> PendingStep | FinishedStep:
         try:
             return self._runner.execute(plan)
         except StepTooLarge:
