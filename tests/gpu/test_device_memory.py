@@ -11,10 +11,10 @@ from tiny import write_tiny_llama
 SMALL = {"max_model_len": 128, "max_num_batched_tokens": 64, "max_num_seqs": 8, "mode": "exact"}
 PROMPTS = [[5, 6, 7, 8, 9], list(range(10, 55)), [9, 8, 7] * 3, [3]]
 PARAMS = [
-    SamplingParams(temperature=0, max_tokens=6, ignore_eos=True),
-    SamplingParams(temperature=1.0, seed=3, max_tokens=7, ignore_eos=True),
-    SamplingParams(temperature=0, max_tokens=5, repetition_penalty=1.3, logprobs=2, ignore_eos=True),
-    SamplingParams(temperature=0.7, top_p=0.9, seed=9, max_tokens=5, ignore_eos=True),
+    SamplingParams(temperature=0, max_tokens=3, ignore_eos=True),
+    SamplingParams(temperature=1.0, seed=3, max_tokens=3, ignore_eos=True),
+    SamplingParams(temperature=0, max_tokens=2, repetition_penalty=1.3, logprobs=2, ignore_eos=True),
+    SamplingParams(temperature=0.7, top_p=0.9, seed=9, max_tokens=3, ignore_eos=True),
 ]
 
 
@@ -34,31 +34,32 @@ def scarce(monkeypatch):
     return limit
 
 
-def outputs(model):
-    with LLM(str(model), device="cuda", kv_cache="1MiB", cuda_graphs=False, **SMALL) as llm:
-        found = llm.generate(PROMPTS, PARAMS)
+def outputs(model, prompts=PROMPTS, params=PARAMS, **options):
+    options = {"device": "cuda", "kv_cache": "1MiB", "cuda_graphs": False, **SMALL, **options}
+    with LLM(str(model), **options) as llm:
+        found = llm.generate(prompts, params)
         llm.engine.core.scheduler.check()
-    return found
+    return [output.outputs[0] for output in found]
 
 
 def test_steps_that_do_not_fit_run_in_parts(tmp_path, gpu_engine, scarce, capfd):
     model = write_tiny_llama(tmp_path)
-    want = [output.outputs[0] for output in outputs(model)]
+    want = outputs(model, device="cpu")
     scarce["tokens"] = 40  # the rest of the longest prompt, 39 tokens, fits beside one other row
-    found = [output.outputs[0] for output in outputs(model)]
+    found = outputs(model)
     assert scarce["failures"] > 0
     assert [each.token_ids for each in found] == [each.token_ids for each in want]
-    assert found[2].logprobs is not None and len(found[2].logprobs) == 5
+    assert found[2].logprobs is not None and len(found[2].logprobs) == 2
     assert "the GPU's memory ran out; the step runs again in parts" in capfd.readouterr().err
 
 
 def test_what_fits_nowhere_ends_with_the_reason_and_the_others_go_on(tmp_path, gpu_engine, scarce):
     model = write_tiny_llama(tmp_path)
-    want = [output.outputs[0].token_ids for output in outputs(model)]
+    want = outputs(model, device="cpu")
     scarce["tokens"] = 38
-    found = [output.outputs[0] for output in outputs(model)]
+    found = outputs(model)
     assert found[1].finish_reason == "error" and NO_MEMORY in (found[1].error or "")
-    assert [found[i].token_ids for i in (0, 2, 3)] == [want[i] for i in (0, 2, 3)]
+    assert [found[i].token_ids for i in (0, 2, 3)] == [want[i].token_ids for i in (0, 2, 3)]
 
 
 def test_steps_are_ranges_of_profilers_if_asked(tmp_path, gpu_engine, monkeypatch):
@@ -66,5 +67,5 @@ def test_steps_are_ranges_of_profilers_if_asked(tmp_path, gpu_engine, monkeypatc
     monkeypatch.setenv("HEADRACE_NVTX", "1")
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", lambda name: (open_ranges.append(name), names.append(name)))
     monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: open_ranges.pop())
-    outputs(write_tiny_llama(tmp_path))
+    outputs(write_tiny_llama(tmp_path), [[1, 2]], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
     assert names and not open_ranges and "rows" in names[0]

@@ -90,11 +90,10 @@ def mixtral(tmp_path_factory):
 
 
 def test_a_model_with_experts_gives_the_same_tokens_as_on_the_cpu(mixtral, gpu_engine):
-    prompts = [[5, 6, 7, 8, 9], [1, 2, 3], list(range(10, 60))]
+    prompts = [[5, 6, 7, 8, 9], list(range(10, 45))]
     params = [
-        SamplingParams(temperature=0, max_tokens=6, ignore_eos=True),
-        SamplingParams(temperature=1.0, seed=3, max_tokens=6, ignore_eos=True),
-        SamplingParams(temperature=0, max_tokens=5, ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=3, ignore_eos=True),
+        SamplingParams(temperature=1.0, seed=3, max_tokens=3, ignore_eos=True),
     ]
 
     def answers(**options):
