@@ -53,6 +53,7 @@ RUNNING: dict[str, dict[str, Any]] = {
     "multi-token prediction": {"speculate": "mtp", "num_draft_tokens": 4},
     "draft model": {"speculate": "draft", "num_draft_tokens": 4, "draft_model": "itself"},
     "automatic speculation": {"speculate": "auto"},
+    "token trees": {"speculate": "auto", "num_draft_tokens": 4, "draft_tree": 12},
 }
 MODELS: dict[str, dict[str, Any]] = {"sliding window": {"window": 9}}
 ARITHMETIC: dict[str, dict[str, Any]] = {"int8 KV cache": {"kv_dtype": "int8"}}  # the same alone and together

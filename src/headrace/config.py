@@ -30,6 +30,7 @@ _RANGES = {
     "num_threads": (1, _MOST),
     "steps_in_flight": (1, 3),
     "num_draft_tokens": (1, MOST_DRAFTS),
+    "draft_tree": (0, MOST_DRAFTS),
     "suffix_tokens": (0, 2**28),
 }
 
@@ -100,6 +101,9 @@ class EngineArgs:
         "none, with eagle or auto: the head that comes with Headrace for the model",
     )
     num_draft_tokens: int | None = option(None, "verify always so many drafts; none: as many as the cost model advises")
+    draft_tree: int = option(
+        0, "most drafts at a time as a tree of alternatives, up to num_draft_tokens deep; 0: a chain (CPU only)"
+    )
     suffix_tokens: int | None = option(None, "tokens of past outputs that suffix searches; 0: none")
     steps_in_flight: int | None = option(None, "steps started before the first one's result is read (1 to 3)")
     ttft_slo: float | None = option(
@@ -156,6 +160,10 @@ class EngineArgs:
             raise ConfigError("quantize_group is of weights that quantize makes; give quantize=q8 or q4 too")
         if self.num_draft_tokens is not None and self.speculate == "off":
             raise ConfigError("num_draft_tokens needs a way to draft; give speculate=auto too")
+        if self.draft_tree and self.speculate in ("off", "synthetic"):
+            raise ConfigError("draft_tree is of drafts; give speculate=auto, or another way to draft, too")
+        if self.draft_tree and self.verify == "residual":
+            raise ConfigError("verify=residual judges chains of drafts; leave out draft_tree or verify")
         rate = self.synthetic_acceptance
         if (self.speculate == "synthetic") != (rate is not None):
             raise ConfigError("speculate=synthetic and synthetic_acceptance (0 to 1) are given together or not at all")
@@ -209,6 +217,7 @@ class EngineConfig:
     quantize: str = "none"
     quantize_group: int = 32
     suffix_tokens: int = 0
+    draft_tree: int = 0
     verify: str = "same"
     synthetic_acceptance: float | None = None
     graphs: bool = False

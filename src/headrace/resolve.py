@@ -148,6 +148,8 @@ def _refuse_on_gpus(args: EngineArgs, drafter: str | None) -> None:
             "on a GPU a draft that is verified is computed by other kernels than a token alone, so with speculation "
             "logits are not invariant; leave out speculate or invariant"
         )
+    if args.draft_tree:
+        raise ConfigError("draft_tree does not run on GPUs yet; leave it out, for chains of drafts, or give device=cpu")
     if args.verify != "same":
         raise ConfigError(f"verify={args.verify} does not run on GPUs yet; leave it out or give device=cpu")
     if args.speculate == "synthetic":
@@ -324,6 +326,10 @@ def resolve(
     if proposers:
         depth_reason = "as asked" if args.num_draft_tokens else "each step verifies what the cost model finds to pay"
         choices.append(Choice("num_draft_tokens", str(args.num_draft_tokens or f"up to {_MOST_DRAFTS}"), depth_reason))
+        if args.draft_tree:
+            choices.append(
+                Choice("draft_tree", str(args.draft_tree), "as asked: trees of alternatives, so many nodes at most")
+            )
         if args.verify != "same":
             choices.append(Choice("verify", args.verify, "as asked: the same distribution, not the same text"))
         if args.synthetic_acceptance is not None:
@@ -340,6 +346,7 @@ def resolve(
         verify=args.verify,
         synthetic_acceptance=args.synthetic_acceptance,
         suffix_tokens=_SUFFIX_TOKENS if args.suffix_tokens is None else args.suffix_tokens,
+        draft_tree=args.draft_tree,
         mode=mode,
         max_model_len=max_len,
         max_num_seqs=seqs,

@@ -8,6 +8,9 @@ equation 1). With R decoding requests, n of which have drafts, a step brings R +
 Of all depths k and proposers that with the most tokens per second for the whole step is taken, so what pays alone may
 be refused when many requests share the step. Acceptance is estimated per request and proposer; a request's first
 estimate is that of the requests before it.
+
+A tree of drafts comes with a value for each node, the chance that it is accepted as its proposer sees it. There E is 1
+plus the values' sum, times how much of such promises came true so far, and a number of nodes is chosen in place of k.
 """
 
 from __future__ import annotations
@@ -99,6 +102,7 @@ class AutoDepth:
         self._look_ups = tuple(source for source, name in named if name not in self._networks)
         self._network_sources = tuple(source for source, name in named if name in self._networks)
         self._prior = dict.fromkeys(range(len(self._proposers)), _PRIOR)
+        self._promise = dict.fromkeys(range(len(self._proposers)), 1.0)  # as Request.promise, of all requests together
         self._seconds: dict[tuple[int, int], float] = {}  # (rows, drafts) -> predicted seconds
         self._best: dict[tuple[bool, int, float, int, int], _Best] = {}  # with a network's cost, most, acceptance, n, R
         self._passes: dict[int, float] = {}
@@ -115,7 +119,10 @@ class AutoDepth:
     def depth(self, request: Request, available: int, num_rows: int) -> int:
         source = request.draft_source
         company = len(self._chosen) + 1
-        best = self._choose(source, self._acceptance(request, source), num_rows, available, company, drafted=True)
+        if request.draft_values:
+            best = self._last = self._of_tree(request, available, num_rows, company)
+        else:
+            best = self._choose(source, self._acceptance(request, source), num_rows, available, company, drafted=True)
         if not self._pays(request, best):
             self._drift(request, source, num_rows)
             return 0
@@ -133,6 +140,10 @@ class AutoDepth:
             acceptance += (1 - _MEMORY) * ((trial < num_accepted) - acceptance)
             prior += (1 - _LONG_MEMORY) * ((trial < num_accepted) - prior)
         request.acceptance[source], self._prior[source] = acceptance, prior
+        if promised := sum(request.draft_values[:num_drafts]):
+            kept, own = min(num_accepted / promised, 4.0), request.promise.get(source, self._promise[source])
+            request.promise[source] = own + (1 - _MEMORY) * (kept - own)
+            self._promise[source] += (1 - _LONG_MEMORY) * (kept - self._promise[source])
 
     # -- what to draft next
 
@@ -204,6 +215,23 @@ class AutoDepth:
     def _drift(self, request: Request, source: int, num_rows: int) -> None:
         acceptance, rate = self._acceptance(request, source), _FORGET / num_rows
         request.acceptance[source] = acceptance + rate * (max(_PRIOR, self._prior[source]) - acceptance)
+        if source in request.promise:
+            request.promise[source] += rate * (max(1.0, self._promise[source]) - request.promise[source])
+
+    def _of_tree(self, request: Request, available: int, num_rows: int, company: int) -> _Best:
+        """The number of nodes that pays most; the likeliest come first."""
+        source = request.draft_source
+        drafting = _rounded(max(company, self._share * num_rows))
+        kept = request.promise.get(source, self._promise[source])
+        plain = num_rows / self._predict(num_rows, 0)
+        depth, gain, told = 0, 0.0, []
+        for each in (*(step for step in _DEPTHS if step < available), available):
+            brought = drafting * kept * sum(request.draft_values[:each])
+            ratio = (num_rows + brought) / self._predict(num_rows, drafting * each) / plain
+            told.append(f"{each}: {ratio:.2f}x")
+            if ratio > gain:
+                depth, gain = each, ratio
+        return _Best(depth, gain, (f"nodes of a tree, {kept:.2f} of whose promise comes true", *told))
 
     def _choose(self, source: int, acceptance: float, num_rows: int, most: int, company: int, drafted: bool) -> _Best:
         """The best depth up to `most`, where as many requests have drafts as in the steps before, and at least the

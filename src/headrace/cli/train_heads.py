@@ -7,7 +7,15 @@ import sys
 
 from headrace.cli.options import add_engine_options, add_options, engine_args, given_options
 
-_NOT_HERE = ("speculate", "verify", "synthetic_acceptance", "draft_model", "num_draft_tokens", "suffix_tokens")
+_NOT_HERE = (
+    "speculate",
+    "verify",
+    "synthetic_acceptance",
+    "draft_model",
+    "num_draft_tokens",
+    "suffix_tokens",
+    "draft_tree",
+)
 
 
 def add_commands(commands: argparse._SubParsersAction) -> None:

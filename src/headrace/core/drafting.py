@@ -82,15 +82,17 @@ class FixedDepth:
 
     speculates = True
 
-    def __init__(self, most: int, proposers: Sequence[str] = ("ngram",)):
+    def __init__(self, most: int, proposers: Sequence[str] = ("ngram",), nodes: int = 0):
+        """`nodes`: of drafts that are trees, of which `most` is the depth; 0: drafts are chains."""
         self._most = most
+        self._most_verified = nodes or most
         self._proposers = proposers
 
     def may_plan(self, requests: Iterable[Request], num_in_flight: int) -> bool:
         return not num_in_flight  # drafts continue what it brings
 
     def depth(self, request: Request, available: int, num_rows: int) -> int:
-        return min(available, self._most)
+        return min(available, self._most_verified)
 
     def limits(self, spans: Spans, num_rows: int) -> np.ndarray | None:
         if all(request.params.draft_method is None for request, _ in spans):

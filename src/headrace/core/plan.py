@@ -150,6 +150,8 @@ class StepResult:
     num_accepted: list[int]  # per span: drafts accepted
     num_drafts: list[int] = field(default_factory=list)  # per span: drafts proposed for its next step; []: none
     draft_sources: list[int] = field(default_factory=list)  # per span: by which proposer
+    # span whose drafts are a tree -> how likely each of its nodes is believed to be accepted, most likely first
+    draft_values: dict[int, list[float]] = field(default_factory=dict)
     draft_passes: tuple[DraftPass, ...] = ()
     dropped: tuple[str, ...] = ()  # proposers that failed in this step and are not asked again
     candidates: dict[int, list[tuple[int, float]]] = field(default_factory=dict)  # span of a beam -> its best next

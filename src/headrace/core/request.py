@@ -67,8 +67,11 @@ class Request:
     num_pending: int = field(default=0, init=False)
     runs_ahead: bool = field(default=True, init=False)  # may be scheduled before its last step's tokens are known
     num_drafts: int = field(default=0, init=False)  # that the worker holds for its next step
+    draft_values: list[float] = field(default_factory=list, init=False)  # of a tree: how likely each node is accepted
     draft_source: int = field(default=0, init=False)  # which of the engine's proposers made them
     acceptance: dict[int, float] = field(default_factory=dict, init=False)  # a draft policy's estimate, by proposer
+    promise: dict[int, float] = field(default_factory=dict, init=False)  # drafts accepted for each that a tree's values
+    # promised, by proposer
     speculates: bool = field(default=False, init=False)  # its last step had drafts to verify
     drafts_verified: int = field(default=0, init=False)
     drafts_accepted: int = field(default=0, init=False)

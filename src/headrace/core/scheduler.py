@@ -27,6 +27,7 @@ from headrace.core.request import FinishReason, Request, RequestError, TokenOutp
 from headrace.core.stop import accept_tokens
 
 _NOTHING_TOLD: tuple[None, None] = (None, None)
+_NO_VALUES: list[float] = []
 
 
 def _logprobs(
@@ -385,6 +386,7 @@ class Scheduler:
                     self.verified.append(note_verified(self.drafting, request, num_drafts, result.num_accepted[index]))
                 if result.num_drafts:
                     request.num_drafts = result.num_drafts[index]
+                    request.draft_values = result.draft_values.get(index, _NO_VALUES)
                 if result.draft_sources:
                     request.draft_source = result.draft_sources[index]
                 known = request.token_ids

@@ -147,7 +147,7 @@ class Engine:
         if not config.proposers:
             return NoDrafts()
         if config.fixed_depth or not config.ledger:  # without a ledger no cost is learnt
-            return FixedDepth(config.max_draft_tokens, config.proposers)
+            return FixedDepth(config.max_draft_tokens, config.proposers, config.draft_tree)
         networks = {}
         if draft is not None:
             for name, size in self._worker.proposer.weight_bytes.items():

@@ -33,6 +33,8 @@ class MedusaKind:
 class MedusaHeads:
     """All heads of one model; see spec/state_heads.py for how they are called."""
 
+    independent = True  # what a head gives does not depend on the tokens of those before it
+
     def __init__(self, source: WeightSource, scheme: QuantScheme, target: CausalLM, kind: MedusaKind):
         hidden = target.spec.hidden_size
         self.blocks = [

@@ -172,9 +172,9 @@ class GrammarTokens:
         size = logits.shape[1]
         bits = np.zeros((size + 31) // 32, np.int32)
         for index in table.constrained[batch.rows].nonzero()[0].tolist():
-            row, end = int(batch.rows[index]), int(batch.positions[index])
+            row = int(batch.rows[index])
             follower = self._follower(row, batch)
-            if follower.mask(batch.token_ids[row, int(table.prompt_len[row]) : end].tolist(), bits):
+            if follower.mask(batch.before(index, int(table.prompt_len[row])).tolist(), bits):
                 allowed = np.unpackbits(bits.view(np.uint8), count=size, bitorder="little").view(bool)
                 logits[index] = xp.where(xp.asarray(allowed), logits[index], -xp.inf)
             else:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from headrace.ops.xp import Array, namespace
 from headrace.sampling.logprobs import best_continuations, by_span, token_logprobs
 from headrace.sampling.params import NONE_ALLOWED
 from headrace.sampling.stages import LogitsStage, default_stages
-from headrace.sampling.state import SamplingBatch
+from headrace.sampling.state import SamplingBatch, TreeRows
 
 DAMAGED = "the model's logits are not finite here; the weights or the KV cache are damaged"
 
@@ -33,6 +34,21 @@ class Sampled:
     errors: dict[int, str]  # span -> why no token could be drawn; it has none then
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # span -> of each token, where asked for
     candidates: dict[int, list[tuple[int, float]]] = field(default_factory=dict)  # span of a beam -> its best next
+    # bool [L]: rows of logits whose token was taken: of a tree those on the accepted path
+    taken: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
+
+
+def _walk(trees: TreeRows, chosen: np.ndarray, drawn: np.ndarray, taken: np.ndarray, column: np.ndarray) -> None:
+    """Write into bool `taken` [L] which rows of trees are on the accepted path, and into `column` [L] how deep each is.
+
+    A row is on it where the one before it is and drew this row's draft (SpecInfer, Miao et al. 2023, section 4.3; here
+    the target's token is that of its position's noise, so nothing is drawn twice).
+    """
+    for index in np.flatnonzero(trees.parents > -2).tolist():
+        parent = int(trees.parents[index])
+        column[index] = 0 if parent < 0 else column[parent] + 1
+        arrived = parent < 0 or (taken[parent] and chosen[parent] == trees.tokens[index])
+        taken[index] = arrived and drawn[index]
 
 
 def _masked(batch: SamplingBatch) -> Array:
@@ -65,18 +81,41 @@ class Sampler:
         chosen = xp.argmax(logits, axis=-1)
         warm = (batch.table.temperature[batch.rows] > 0).nonzero()[0]
         if warm.shape[0]:
-            rows = batch.rows[warm]
-            ids = xp.arange(logits.shape[1], dtype=xp.int64)
-            noise = ops.gumbel_noise(
-                ids,
-                xp.asarray(batch.positions[warm], dtype=xp.int64),
-                xp.asarray(batch.table.seed[rows]),
-                xp.asarray(batch.table.choice[rows] + (batch.stream << 16)),
-            )
+            noise = self._noise(batch, warm, logits.shape[1], xp)
             chosen[warm] = xp.argmax(logits[warm] + noise, axis=-1)
         scores = xp.take_along_axis(logits, chosen[:, None], axis=-1)[:, 0]
         scores[damaged] = xp.nan
         return chosen, scores, logits
+
+    def likeliest(self, staged: Array, batch: SamplingBatch, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens int64 [L, count], their shares float32 [L, count]), best first, of logits [L, V] after `draw`.
+
+        A share is what the position's noise leaves of a token, softmax(logits + noise); the first is what `draw` chose.
+        """
+        scores = np.asarray(staged)
+        warm = np.flatnonzero(batch.table.temperature[batch.rows] > 0)
+        if len(warm):
+            scores = scores.copy()
+            scores[warm] += np.asarray(self._noise(batch, warm, scores.shape[1], np))
+        count = min(count, scores.shape[1])
+        ids = np.argpartition(scores, scores.shape[1] - count, axis=1)[:, -count:]
+        values = np.take_along_axis(scores, ids, 1)
+        order = np.lexsort((ids, -values), axis=1)
+        ids, values = np.take_along_axis(ids, order, 1), np.take_along_axis(values, order, 1)
+        top = np.where(np.isfinite(values[:, :1]), values[:, :1], 0.0)
+        shares = np.exp(values - top) / np.maximum(np.exp(scores - top).sum(1, keepdims=True), 1e-30)
+        return ids, np.nan_to_num(shares, posinf=0.0).astype(np.float32)
+
+    @staticmethod
+    def _noise(batch: SamplingBatch, warm: Array, vocab: int, xp: Any) -> Array:
+        """Noise [W, V] of the places `warm` of the batch."""
+        rows = batch.rows[warm]
+        return ops.gumbel_noise(
+            xp.arange(vocab, dtype=xp.int64),
+            xp.asarray(batch.positions[warm], dtype=xp.int64),
+            xp.asarray(batch.table.seed[rows]),
+            xp.asarray(batch.table.choice[rows] + (batch.stream << 16)),
+        )
 
     def judge(
         self,
@@ -95,7 +134,8 @@ class Sampler:
         self, logits: Array, batch: SamplingBatch, spans: np.ndarray, num_spans: int, drafts: np.ndarray
     ) -> Sampled:
         """Tokens of each span. `spans` int32 [L] names the span of each row of logits (ascending, a span's rows in
-        order of position); `drafts` int32 [L] is the draft that follows each position, -1 for none.
+        order of position); `drafts` int32 [L] is the draft that follows each position, -1 for none and in trees, which
+        `batch` describes.
 
         A span ends before the first position where nothing can be drawn; it is in error if that is its first one.
         With drafts, a later such position is met again, as a first one, by the step that follows.
@@ -113,6 +153,8 @@ class Sampler:
         broken = np.concatenate([[0], np.cumsum(~(drawn & agreed))])
         counted = drawn & (broken[:-1] == broken[first])
         column = np.arange(len(spans)) - first
+        if batch.trees is not None:
+            _walk(batch.trees, chosen, drawn, counted, column)
         tokens = np.full((num_spans, 1 + int(column.max())), -1, np.int32)
         tokens[spans[counted], column[counted]] = chosen[counted]
         counts = np.bincount(spans[counted], minlength=num_spans).astype(np.int32)
@@ -130,4 +172,4 @@ class Sampler:
             int(spans[index]): best_continuations(staged[index], count)
             for index, count in zip(searched.tolist(), wanted, strict=True)
         }
-        return Sampled(tokens, counts, errors, by_span(spans[told], entries), candidates)
+        return Sampled(tokens, counts, errors, by_span(spans[told], entries), candidates, counted)

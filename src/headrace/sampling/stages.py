@@ -2,7 +2,7 @@
 
 A stage may overwrite the logits it is given. It depends on its own row alone, so company cannot change a result. What
 precedes a position is read from the request table, where drafts follow the known tokens: along a draft, penalties and
-bans move with it and keep no state of their own.
+bans move with it and keep no state of their own. Of a token tree each path is a draft of its own.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class BadWordTokens:
             row, end = int(batch.rows[index]), int(batch.positions[index])
             words = batch.table.bad_words[row]
             start = max(int(batch.table.prompt_len[row]), end - words.longest)
-            _ban(logits, index, words.banned(batch.token_ids[row, start:end].tolist()))
+            _ban(logits, index, words.banned(batch.before(index, start).tolist()))
         return logits
 
 
@@ -85,8 +85,8 @@ class Penalties:
     def apply(self, logits: Array, batch: SamplingBatch) -> Array:
         xp, table = namespace(logits), batch.table
         for index in table.penalised[batch.rows].nonzero()[0].tolist():
-            row, end = int(batch.rows[index]), int(batch.positions[index])
-            history = xp.asarray(batch.token_ids[row, :end], dtype=xp.int64)
+            row = int(batch.rows[index])
+            history = xp.asarray(batch.before(index), dtype=xp.int64)
             repetition = float(table.repetition[row])
             if repetition != 1:
                 before = logits[index, history]  # a token that occurs twice is read and written twice, with one value

@@ -90,6 +90,14 @@ _NO_WORDS = BadWords({}, {})
 
 
 @dataclass(frozen=True)
+class TreeRows:
+    """How L rows of logits hang together where a span is a token tree. Rows come after those they follow."""
+
+    parents: np.ndarray  # int32 [L]  the row whose token comes before; -1: a tree's first row; -2: in no tree
+    tokens: np.ndarray  # int32 [L]  the drafted token that a row stands after; of a tree's first row of no meaning
+
+
+@dataclass(frozen=True)
 class SamplingBatch:
     """What the stages and the draw know of L rows of logits."""
 
@@ -98,3 +106,14 @@ class SamplingBatch:
     positions: Array  # int32 [L]  position in its sequence of the token to be drawn
     token_ids: Array  # int32 [max rows, max length]  the request table's: what precedes position p is [row, :p]
     stream: int = 0  # noise of its own, independent of that of other streams; 0: what texts are drawn with
+    trees: TreeRows | None = None  # None: all spans are chains
+
+    def before(self, index: int, start: int = 0) -> Array:
+        """The sequence that row `index` of the logits continues, int32, from position `start` on. In a tree: the known
+        tokens, then the drafts on the way to the row."""
+        path: list[int] = []
+        while self.trees is not None and self.trees.parents[index] >= 0:
+            path.append(int(self.trees.tokens[index]))
+            index = int(self.trees.parents[index])
+        known = self.token_ids[int(self.rows[index]), : int(self.positions[index])]
+        return np.concatenate([known, np.array(path[::-1], np.int32)])[start:] if path else known[start:]

@@ -20,7 +20,10 @@ class Drafts:
     tokens: np.ndarray  # int32 [R, K]; -1 pads
     probs: list[Array | None] | None = None  # of each row float32 [K, V], what its drafts were drawn from; None: they
     # are certain, or nobody will ask
-    tree: Array | None = None  # int32 [R, K] parent of each node; None: a chain
+    # int32 [R, K]: tokens are nodes of a tree, and this the index of each one's parent, -1: the row's last known token;
+    # nodes come after their parents, the likeliest first, and no two children of a node are equal. None: chains
+    tree: np.ndarray | None = None
+    values: np.ndarray | None = None  # float32 [R, K]  how likely each node is believed to be accepted; of trees
     sources: np.ndarray | None = None  # int32 [R]  which of the engine's proposers; None: the only one
 
 
@@ -47,6 +50,7 @@ class DraftContext:
     sampling: SamplingTable | None = None  # the rows' sampling settings, for drafts that are drawn
     wanted: np.ndarray | None = None  # int32 [P, R]  most drafts by each proposer, as the plan says; None: no bound
     features: StepFeatures | None = None  # of the step, if a proposer continues them
+    nodes: int = 0  # most nodes of a row's tree, whose depth `limits` bounds; 0: chains only
 
 
 class Proposer(Protocol):

@@ -1,4 +1,5 @@
-"""Several proposers as one: each row takes the drafts of the first that has any; one that fails is left out."""
+"""Several proposers as one: each row takes the drafts of the first that has any, or, where drafts are trees, the best
+of all of them in one tree; one that fails is left out."""
 
 from __future__ import annotations
 
@@ -12,8 +13,10 @@ import numpy as np
 from headrace.core.plan import Admit, DraftPass
 from headrace.ops.xp import Array
 from headrace.spec.base import DraftContext, Drafts, Proposer
+from headrace.spec.tree import TokenTree, packed
 
 _log = logging.getLogger(__name__)
+_CHAIN = 0.7  # what a draft that says nothing of itself is believed to be worth, given the one before it
 
 
 class CombinedProposer:
@@ -56,9 +59,10 @@ class CombinedProposer:
             # a row that has drafts is shown all the same, with a limit of 0: a look-up learns from its tokens
             drafts = self._try(source, proposer.propose, replace(context, limits=(limits * ~having).tolist()))
             if drafts is not None:
-                having |= drafts.tokens[:, 0] >= 0
+                if not context.nodes:
+                    having |= drafts.tokens[:, 0] >= 0
                 found.append((source, drafts))
-        return _merged(found, len(own))
+        return _one_tree(found, len(own), context.nodes) if context.nodes else _merged(found, len(own))
 
     def passes(self) -> tuple[DraftPass, ...]:
         """What networks took in the last call of `propose`."""
@@ -106,3 +110,20 @@ def _merged(found: Sequence[tuple[int, Drafts]], num_rows: int) -> Drafts | None
         for row in rows.nonzero()[0].tolist() if drafts.probs is not None else ():
             probs[row] = drafts.probs[row]  # type: ignore[index]
     return Drafts(tokens, probs if any(drafts.probs is not None for _, drafts in found) else None, sources=sources)
+
+
+def _one_tree(found: Sequence[tuple[int, Drafts]], num_rows: int, most: int) -> Drafts | None:
+    """The best `most` nodes of each row's drafts; the row's source is the proposer that promises most."""
+    trees = [TokenTree() for _ in range(num_rows)]
+    promised = np.zeros((max((source for source, _ in found), default=0) + 1, num_rows), np.float64)
+    for source, drafts in found:
+        for row, tree in enumerate(trees):
+            tokens = [token for token in drafts.tokens[row].tolist() if token >= 0]
+            count = len(tokens)
+            parents = list(range(-1, count - 1)) if drafts.tree is None else drafts.tree[row, :count].tolist()
+            chain = [_CHAIN ** (place + 1) for place in range(count)]
+            values = chain if drafts.values is None else drafts.values[row, :count].tolist()
+            tree.merge(tokens, parents, values)
+            promised[source, row] = sum(values)
+    merged = packed(trees, most)
+    return None if merged is None else replace(merged, sources=promised.argmax(axis=0).astype(np.int32))

@@ -20,6 +20,9 @@ from headrace.spec.base import DraftContext, Drafts
 from headrace.spec.draft_runner import DraftRunner
 from headrace.spec.eagle import HeadRunner
 from headrace.spec.state_heads import StateRunner
+from headrace.spec.tree import ROOT, TokenTree, packed, product_tree
+
+_RANKS = 6  # candidates of a position that may become nodes of a tree
 
 
 class DraftModelProposer:
@@ -68,6 +71,7 @@ class DraftModelProposer:
         known = context.num_tokens[rows]
         drafts = np.full((len(rows), int(depths.max())), -1, np.int32)
         probs: list[list[Array]] = [[] for _ in rows]
+        ranked: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in rows]  # of each position: candidates, shares
         going = np.arange(len(rows))  # indices of the rows that still draft
         for column in range(drafts.shape[1]):
             going = going[depths[going] > column]
@@ -80,10 +84,16 @@ class DraftModelProposer:
             drawn = np.isfinite(scores)  # else no token is allowed here: the draft ends before it
             for place in drawn.nonzero()[0].tolist() if self._residual else ():
                 probs[going[place]].append(distribution(staged[place]))
+            if context.nodes:
+                best = self._sampler.likeliest(staged, self._batch(context, at, positions), _RANKS)
+                for index in drawn.nonzero()[0].tolist():
+                    ranked[going[index]].append((best[0][index], best[1][index]))
             going = going[drawn]
             drafts[going, column] = tokens[drawn]
             context.token_ids[rows[going], positions[drawn]] = tokens[drawn]  # what the next pass reads, and penalties
         self.runner.end(rows, drafts)
+        if context.nodes:
+            return self._trees(chosen, ranked, context)
         placed = np.full((len(context.rows), drafts.shape[1]), -1, np.int32)
         placed[chosen] = drafts
         if not self._residual:
@@ -93,14 +103,37 @@ class DraftModelProposer:
             kept[place] = np.stack(each) if each else None
         return Drafts(placed, kept)
 
+    def _batch(self, context: DraftContext, rows: np.ndarray, positions: np.ndarray) -> SamplingBatch:
+        assert context.sampling is not None
+        stream = DRAFT_STREAM if self._residual else 0
+        return SamplingBatch(context.sampling, rows, positions, context.token_ids, stream)
+
+    def _trees(
+        self, chosen: np.ndarray, ranked: list[list[tuple[np.ndarray, np.ndarray]]], context: DraftContext
+    ) -> Drafts | None:
+        """Candidates of each position as trees: of heads that do not see each other's tokens all combinations; else the
+        chain of the best, and beside each of its tokens the others of its position."""
+        trees = [TokenTree() for _ in context.rows]
+        independent = getattr(self.runner.model, "independent", False)
+        for index, columns in zip(chosen.tolist(), ranked, strict=True):
+            if columns and independent:
+                tokens, shares = (np.stack(each) for each in zip(*columns, strict=True))
+                trees[index] = product_tree(tokens, shares, context.nodes)
+                continue
+            node, value = ROOT, 1.0
+            for tokens, shares in columns:
+                pairs = zip(tokens.tolist(), shares.tolist(), strict=True)
+                nodes = [trees[index].add(node, token, value * share) for token, share in pairs if share > 0]
+                if not nodes:
+                    break
+                node, value = nodes[0], value * float(shares[0])
+        return packed(trees, context.nodes)
+
     def _draw(
         self, logits: Array, context: DraftContext, rows: np.ndarray, positions: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, Array]:
         """(tokens [R], their logits [R], all logits after the stages [R, V]) at the positions, from logits [R, V]."""
-        assert context.sampling is not None
-        stream = DRAFT_STREAM if self._residual else 0
-        batch = SamplingBatch(context.sampling, rows, positions, context.token_ids, stream)
-        chosen, scores, staged = self._sampler.draw(logits, batch)
+        chosen, scores, staged = self._sampler.draw(logits, self._batch(context, rows, positions))
         return np.asarray(chosen), np.asarray(scores), staged
 
     def _of_vocabulary(self, logits: Array) -> Array:

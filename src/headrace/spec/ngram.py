@@ -2,7 +2,7 @@
 
 Per row an index of every n-gram of the sequence so far, grown as tokens come: a proposal costs a few dictionary
 look-ups whatever the length of the context. The longest n-gram that was seen before decides; past the end of what is
-known the continuation repeats itself, as a loop does.
+known the continuation repeats itself, as a loop does. In a tree each length of n-gram has a say, the longer the more.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from collections.abc import Sequence
 
 from headrace.core.plan import Admit
 from headrace.spec.base import DraftContext, Drafts, padded
+from headrace.spec.tree import TokenTree, packed
 
 LONGEST, SHORTEST = 5, 2  # tokens of an n-gram; single tokens match too often by chance
+_WORTH = {2: 0.5, 3: 0.6, 4: 0.7, 5: 0.8}  # of each token that follows an n-gram of so many, where trees are compared
 
 
 class NgramProposer:
@@ -36,11 +38,18 @@ class NgramProposer:
             self._indexed.pop(row, None)
 
     def propose(self, context: DraftContext) -> Drafts | None:
-        return padded(
-            [self._of_row(row, context, count) for row, count in zip(context.rows, context.limits, strict=True)]
-        )
+        found = [self._of_row(row, context, count) for row, count in zip(context.rows, context.limits, strict=True)]
+        if not context.nodes:
+            return padded([paths[0][1] if paths else [] for paths in found])
+        trees = []
+        for paths in found:
+            trees.append(TokenTree())
+            for size, tokens in paths:
+                trees[-1].add_path(tokens, [_WORTH[size] ** (depth + 1) for depth in range(len(tokens))])
+        return packed(trees, context.nodes)
 
-    def _of_row(self, row: int, context: DraftContext, limit: int) -> list[int]:
+    def _of_row(self, row: int, context: DraftContext, limit: int) -> list[tuple[int, list[int]]]:
+        """(size of n-gram, tokens that followed it), the longest first; all that there are only for trees."""
         length, limit = int(context.num_tokens[row]), min(limit, self._num_tokens)
         if limit < 1 or length <= SHORTEST:
             return []
@@ -52,9 +61,12 @@ class NgramProposer:
             for size in range(SHORTEST, min(LONGEST, end) + 1):
                 index[tuple(text[end - size - start : end - start])] = end
         self._indexed[row] = length
+        paths: list[tuple[int, list[int]]] = []
         for size in range(min(LONGEST, length - 1), SHORTEST - 1, -1):
             after = index.get(tuple(text[len(text) - size :]))
             if after is not None:
                 known = context.token_ids[row, after:length].tolist()
-                return [known[i % len(known)] for i in range(limit)]
-        return []
+                paths.append((size, [known[i % len(known)] for i in range(limit)]))
+                if not context.nodes:
+                    break
+        return paths

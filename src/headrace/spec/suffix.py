@@ -9,22 +9,26 @@ the dictionary of an LZ77 compressor (Deutsch 1996, section 4): a few bytes a to
 
 Places that match are followed from token to token: one that goes on as the text does gets longer, another is dropped.
 The longest ones vote for the continuation, token by token, those that lose a vote are dropped; it ends where less than
-`_LEAST` of the votes, multiplied along it, are left, or where it would be twice as long as the match behind it.
+`_LEAST` of the votes, multiplied along it, are left, or where it would be twice as long as the match behind it. In a
+tree every token with votes is a branch, and the best ones grow.
 """
 
 from __future__ import annotations
 
+import heapq
 from array import array
 from collections.abc import Callable, Sequence
 
 from headrace.core.plan import Admit
 from headrace.spec.base import DraftContext, Drafts, padded
+from headrace.spec.tree import ROOT, TokenTree, packed
 
 _OWN_GRAM, _SHARED_GRAM = 2, 3  # tokens that must match at least; by chance more match among many texts
 _WALK = 8  # places of a chain looked at for each token
 _MOST_PLACES = 8  # followed at once
 _LONGEST = 64  # tokens of a match that are counted
 _LEAST = 0.2  # of the votes
+_SURE = 0.9
 _SEPARATOR = -1
 SHARED_TOKENS = 1 << 18
 
@@ -130,15 +134,38 @@ class Follower:
             places = {place: places[place] for place in best[:_MOST_PLACES]}
         self._places = places
 
-    def continuation(self, most: int) -> tuple[list[int], float]:
-        """Up to `most` tokens, and how many of them are expected to be right if votes are probabilities."""
-        history, first, end = self._history, self._history.first, self._history.length
+    def _voters(self, most: int) -> tuple[list[int], int]:
+        """The places that vote, and how far they are trusted, `most` tokens at most."""
+        first, end = self._history.first, self._history.length
         places = {place: length for place, length in self._places.items() if first <= place < end}
         if not places or most < 1:
-            return [], 0.0
+            return [], 0
         longest = max(places.values())
         voters = [place for place, length in places.items() if 4 * length > 3 * longest]
-        most = min(most, 2 * max(longest, history.gram))
+        return voters, min(most, 2 * max(longest, self._history.gram))
+
+    def branches(self, depth: int, nodes: int, tree: TokenTree) -> None:
+        """Add up to `nodes` likely continuations to a tree, of `depth` tokens at most. A share of the votes counts as
+        a place less sure than all of them: `_SURE` is what a unanimous token is worth."""
+        token_at, end = self._history.token, self._history.length
+        voters, depth = self._voters(depth)
+        heap = [(-1.0, 0, 0, ROOT, voters)]  # (-value, depth, tie, node, places that vote for what follows it)
+        added = ties = 0
+        while heap and added < nodes:
+            value, at, _, node, voters = heapq.heappop(heap)
+            votes: dict[int, list[int]] = {}
+            for place in voters if at < depth else ():
+                if place < end and (token := token_at(place)) != _SEPARATOR:
+                    votes.setdefault(token, []).append(place + 1)
+            for token, places in votes.items():
+                worth = -value * _SURE * len(places) / len(voters)
+                ties, added = ties + 1, added + 1
+                heapq.heappush(heap, (-worth, at + 1, ties, tree.add(node, token, worth), places))
+
+    def continuation(self, most: int) -> tuple[list[int], float]:
+        """Up to `most` tokens, and how many of them are expected to be right if votes are probabilities."""
+        history, end = self._history, self._history.length
+        voters, most = self._voters(most)
         token_at = history.token
         tokens: list[int] = []
         certainty, expected = 1.0, 0.0
@@ -193,6 +220,12 @@ class SuffixProposer:
                 row.shared.extend([*output, _SEPARATOR])
 
     def propose(self, context: DraftContext) -> Drafts | None:
+        if context.nodes:
+            trees = [
+                self._tree_of(row, context, count)
+                for row, count in zip(context.rows.tolist(), context.limits, strict=True)
+            ]
+            return packed(trees, context.nodes)
         return padded(
             [
                 self._of_row(row, context, count)
@@ -200,17 +233,29 @@ class SuffixProposer:
             ]
         )
 
-    def _of_row(self, number: int, context: DraftContext, limit: int) -> list[int]:
+    def _tree_of(self, number: int, context: DraftContext, limit: int) -> TokenTree:
+        row, limit, tree = self._follow(number, context), min(limit, self._num_tokens), TokenTree()
+        row.in_own.branches(limit, context.nodes, tree)
+        if row.in_shared is not None:
+            row.in_shared.branches(limit, context.nodes, tree)
+        return tree
+
+    def _follow(self, number: int, context: DraftContext) -> _Row:
+        """The row, which has taken in the tokens that are new."""
         row, length = self._rows[number], int(context.num_tokens[number])
         known = row.own.length
         text = context.token_ids[number, max(0, min(known, length - _LONGEST)) : length].tolist()
         news = text[len(text) - (length - known) :] if length > known else []
         row.own.extend(news)
-        limit = min(limit, self._num_tokens)
         row.in_own.follow(news, text)
-        tokens, expected = row.in_own.continuation(limit)
         if row.in_shared is not None:
             row.in_shared.follow(news, text)
+        return row
+
+    def _of_row(self, number: int, context: DraftContext, limit: int) -> list[int]:
+        row, limit = self._follow(number, context), min(limit, self._num_tokens)
+        tokens, expected = row.in_own.continuation(limit)
+        if row.in_shared is not None:
             others, hoped = row.in_shared.continuation(limit)
             if hoped > expected:
                 tokens = others

@@ -45,8 +45,8 @@ class RecordedLauncher:
         self._forward = forward
         self._eager = EagerLauncher(forward)
         self.pick = self._eager.pick
-        self._programs: dict[tuple[int, int], Program] = {}
-        self._seen: dict[tuple[int, int], int] = {}
+        self._programs: dict[tuple[int, int, bool], Program] = {}
+        self._seen: dict[tuple[int, int, bool], int] = {}
         self._refused = False  # the model does something that cannot be recorded
 
     def run(self, batch: StepBatch, metas: Any) -> Any:
@@ -54,7 +54,7 @@ class RecordedLauncher:
         recordable = not self._refused and 0 < batch.num_tokens <= MAX_TOKENS
         if not recordable or not all(hasattr(meta, "refill") for meta in metas):
             return self._eager.run(batch, metas)
-        key = (batch.num_tokens, batch.num_spans)
+        key = (batch.num_tokens, batch.num_spans, batch.parents is not None)
         if (program := self._programs.pop(key, None)) is not None:
             hidden = program.run(batch, metas)
             if hidden is not None:
@@ -65,7 +65,7 @@ class RecordedLauncher:
             return self._eager.run(batch, metas)
         return self._record(key, batch, metas)
 
-    def _record(self, key: tuple[int, int], batch: StepBatch, metas: Any) -> Any:
+    def _record(self, key: tuple[int, int, bool], batch: StepBatch, metas: Any) -> Any:
         token_ids, positions = np.array(batch.token_ids, np.int32), np.array(batch.positions, np.int32)
         fixed = [meta.fixed() for meta in metas]
         own = replace(batch, token_ids=token_ids, positions=positions)

@@ -26,6 +26,7 @@ from headrace.worker.kv_cache import KVCache
 from headrace.worker.launcher import EagerLauncher, Launcher
 from headrace.worker.recorded import RecordedLauncher
 from headrace.worker.table import RequestTable
+from headrace.worker.trees import keep_paths, tree_rows
 
 
 class ModelRunner:
@@ -39,13 +40,16 @@ class ModelRunner:
         backend: AttentionBackend,
         sampler: Sampler,
         proposer: CombinedProposer,
+        draft_nodes: int = 0,
     ):
+        """`draft_nodes`: most nodes of a draft that is a tree; 0: drafts are chains."""
         self._model = model
         self._cache = cache
         self._table = table
         self._backend = backend
         self._sampler = sampler
         self._proposer = proposer
+        self._draft_nodes = draft_nodes
         self._builder = BatchBuilder(table, cache.layout.block_size)
         # a recorded step hands out no residual streams
         self._launcher: Launcher = EagerLauncher(self._forward) if model.taps else RecordedLauncher(self._forward)
@@ -66,14 +70,18 @@ class ModelRunner:
         logits = self._model.logits(hidden[batch.logit_index])
         t3 = time.perf_counter()
         rows, positions = batch.rows[batch.logit_span], batch.positions[batch.logit_index] + 1
-        sampling = SamplingBatch(self._table.sampling, rows, positions, self._table.token_ids)
-        drafts = self._drafts(batch, rows, positions)
+        sampling = SamplingBatch(self._table.sampling, rows, positions, self._table.token_ids, trees=tree_rows(batch))
+        drafts = self._drafts(batch, sampling)
         sampled = self._sampler.sample(logits, sampling, batch.logit_span, batch.num_spans, drafts)
         prompt_logprobs = self._prompt_logprobs(batch, hidden)
         damaged = {span: DAMAGED for span, entries in prompt_logprobs.items() if not all(entries)}
+        order = None
+        if batch.parents is not None:
+            layers = len(self._model.attention_layers)
+            order = keep_paths(batch, sampled.taken, self._cache, self._backend, layers)
         self._table.commit(plan, sampled)
         t4 = time.perf_counter()
-        num_drafts, sources = self._propose(plan, batch, hidden)
+        num_drafts, sources, values = self._propose(plan, batch, hidden, order)
         tokens = [row[:count] for row, count in zip(sampled.tokens.tolist(), sampled.counts.tolist(), strict=True)]
         return StepResult(
             plan.step_id,
@@ -81,6 +89,7 @@ class ModelRunner:
             num_accepted=[max(0, len(each) - 1) for each in tokens],
             num_drafts=num_drafts,
             draft_sources=sources,
+            draft_values=values,
             draft_passes=self._proposer.passes(),
             dropped=self._proposer.dropped(),
             candidates=sampled.candidates,
@@ -99,12 +108,16 @@ class ModelRunner:
 
         return self._model.forward(batch.token_ids, batch.positions, attend)
 
-    def _propose(self, plan: StepPlan, batch: StepBatch, hidden: Array) -> tuple[list[int], list[int]]:
-        """Drafts for the next step: how many each span's row holds, and by which proposer."""
+    def _propose(
+        self, plan: StepPlan, batch: StepBatch, hidden: Array, order: np.ndarray | None
+    ) -> tuple[list[int], list[int], dict[int, list[float]]]:
+        """Drafts for the next step: how many each span's row holds, by which proposer, and what nodes of trees promise.
+        `order`: as keep_paths returned it."""
         table, rows, features = self._table, plan.rows[plan.yields], None
         if self._proposer.wants_features:
             starts = batch.positions[batch.query_start[:-1]]
             values = self._model.features(hidden)
+            values = values if order is None else values[order]
             features = StepFeatures(batch.rows, starts, batch.query_start, table.num_computed, values)
         context = DraftContext(
             rows,
@@ -114,13 +127,18 @@ class ModelRunner:
             sampling=table.sampling,
             features=features,
             wanted=None if plan.draft_limits is None else plan.draft_limits[:, plan.yields],
+            nodes=self._draft_nodes,
         )
         drafts = self._proposer.propose(context)
         counts, sources = np.zeros((2, plan.num_spans), np.int32)
         counts[plan.yields] = table.hold_drafts(rows, drafts)
         if drafts is not None and drafts.sources is not None:
             sources[plan.yields] = drafts.sources
-        return counts.tolist(), sources.tolist()
+        promised: dict[int, list[float]] = {}
+        if drafts is not None and drafts.values is not None:
+            for index, span in enumerate(np.flatnonzero(plan.yields).tolist()):
+                promised[span] = drafts.values[index, : counts[span]].tolist()
+        return counts.tolist(), sources.tolist(), promised
 
     def _prompt_logprobs(self, batch: StepBatch, hidden: Array) -> dict[int, list[TokenLogprobs]]:
         """By span, of the prompt tokens that follow its tokens, a slice at a time: a prompt's logits are large."""
@@ -133,10 +151,13 @@ class ModelRunner:
             entries += token_logprobs(self._model.logits(hidden[index[part]]), tokens[part], counts[part])
         return by_span(batch.prompt_span, entries)
 
-    def _drafts(self, batch: StepBatch, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """The draft at each drawn token's position, -1 where there is none."""
+    def _drafts(self, batch: StepBatch, sampling: SamplingBatch) -> np.ndarray:
+        """The draft at each drawn token's position, -1 where there is none, and in trees."""
+        rows, positions = sampling.rows, sampling.positions
         last = np.ones(len(rows), bool)
         last[:-1] = batch.logit_span[1:] != batch.logit_span[:-1]
         drafts = self._table.token_ids[rows, np.where(last, 0, positions)]
         drafts[last] = -1
+        if sampling.trees is not None:
+            drafts[sampling.trees.parents > -2] = -1
         return drafts

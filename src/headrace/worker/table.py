@@ -19,6 +19,8 @@ class RequestTable:
         self.num_computed = np.zeros(max_rows, np.int32)  # tokens whose KV is in the cache
         self.block_tables = tuple(np.zeros((max_rows, -(-max_len // block_size)), np.int32) for _ in range(num_groups))
         self.sampling = SamplingTable(max_rows)
+        # of the drafts of a row that are a tree, the places of their parents: 0 the last known token, i + 1 draft i
+        self.draft_parents: list[np.ndarray | None] = [None] * max_rows
 
     def apply(self, plan: StepPlan) -> None:
         """Take in what the scheduler decided, before the step runs."""
@@ -61,4 +63,8 @@ class RequestTable:
         for row, count, tokens, own in zip(rows.tolist(), counts.tolist(), drafts.tokens, probs, strict=True):
             self.token_ids[row, self.num_tokens[row] : self.num_tokens[row] + count] = tokens[:count]
             self.sampling.draft_probs[row] = own
+        for index, row in enumerate(rows.tolist()):
+            parents = None if drafts.tree is None else drafts.tree[index, : counts[index]] + 1
+            chain = parents is None or bool((parents == np.arange(len(parents))).all())
+            self.draft_parents[row] = None if chain else parents
         return counts

@@ -37,6 +37,8 @@ class Worker:
             "cpu", layout.kv_format, self.model.attention_layers, layout.block_size, attention_backend
         )
         self.attention_backend = backend.name
+        if config.draft_tree and not backend.caps.trees:
+            raise ValueError(f"attention backend {backend.name} knows no token trees; leave out draft_tree")
         self.proposer = make_proposer(config, self.model, scheme, grammars, draft)
         self._runner = ModelRunner(
             self.model,
@@ -45,6 +47,7 @@ class Worker:
             backend,
             make_sampler(config, grammars),
             self.proposer,
+            config.draft_tree,
         )
 
     def execute(self, plan: StepPlan) -> StepResult:
