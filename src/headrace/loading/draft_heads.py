@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from headrace.loading.compressed import METHOD, CompressedWeights, check_scheme
 from headrace.loading.errors import CheckpointError
 from headrace.loading.hf_config import spec_from_config
 from headrace.loading.hf_families import Reader
@@ -21,21 +22,32 @@ from headrace.models.spec import ModelSpec
 class _Renamed:
     """Tensors on disk (the `Checkpoint` protocol of layers/weights.py), their names without a leading `prefix`."""
 
-    def __init__(self, path: Path, weights: SafetensorsFolder, prefix: str):
+    def __init__(self, path: Path, weights: SafetensorsFolder, prefix: str, int8: CompressedWeights | None = None):
+        """`int8`: the matrices that the file holds as bytes with scales."""
         self.path = path
         self.name = path.resolve().name
         self.num_bytes = weights.num_bytes
         self._weights = weights
-        self._stored = {name.removeprefix(prefix): name for name in weights.names()}
+        self._int8 = int8
+        names = set(weights.names())
+        if int8 is not None:
+            names = (names - int8.hidden) | int8.matrices
+        self._stored = {name.removeprefix(prefix): name for name in sorted(names)}
 
     def names(self) -> Iterable[str]:
         return self._stored.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._weights.shape(self._stored[name])
+        return self._home(name).shape(self._stored[name])
 
     def read(self, name: str) -> np.ndarray:
-        return self._weights.read(self._stored[name])
+        return self._home(name).read(self._stored[name])
+
+    def _home(self, name: str) -> SafetensorsFolder | CompressedWeights:
+        """What reads a tensor."""
+        if self._int8 is not None and self._stored[name] in self._int8.matrices:
+            return self._int8
+        return self._weights
 
 
 class HeadCheckpoint(_Renamed):
@@ -46,7 +58,8 @@ class HeadCheckpoint(_Renamed):
         inner = config.get("transformer_layer_config", config)  # as `speculators` nests it
         if not isinstance(inner, dict):
             raise CheckpointError(f"{path}: transformer_layer_config must be an object")
-        super().__init__(path, SafetensorsFolder(path), "model.")
+        weights = SafetensorsFolder(path)
+        super().__init__(path, weights, "model.", _int8_of(config, path, weights))
         plain = {key: value for key, value in inner.items() if key not in ("architectures", "model_type", "auto_map")}
         spec = spec_from_config(
             {**plain, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}, where=str(path / "config.json")
@@ -127,6 +140,19 @@ def is_head(path: Path) -> bool:
     return any(path.glob("*.safetensors")) and any(
         name.removeprefix("model.") == "fc.weight" for name in SafetensorsFolder(path).names()
     )
+
+
+def _int8_of(config: dict[str, Any], path: Path, weights: SafetensorsFolder) -> CompressedWeights | None:
+    """The int8 matrices of a head whose config.json has a quantization_config; CheckpointError for other schemes."""
+    scheme = config.get("quantization_config")
+    if not scheme:
+        return None
+    if not isinstance(scheme, dict) or scheme.get("quant_method") != METHOD:
+        raise CheckpointError(
+            f"{path}: heads are read in floats, or in int8 as {METHOD} writes it, and in no other way"
+        )
+    check_scheme(scheme, path)
+    return CompressedWeights(weights)
 
 
 def _taps(config: dict[str, Any]) -> tuple[int, ...] | None:

@@ -10,15 +10,25 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import save
+from torch import Tensor
 
 from headrace.loading.draft_heads import MEDUSA_FILE
 from headrace.models.spec import ModelSpec
 from headrace.train.drafters import Drafter, EagleDrafter
 
+_GROUP = 64  # weights that share a scale
 
-def export(drafter: Drafter, folder: Path, spec: ModelSpec, draft_ids: np.ndarray, facts: dict[str, Any]) -> None:
-    """Write the heads in bfloat16, their config.json, and `facts` of their training as training.json. Files are whole
-    or not there."""
+
+def export(
+    drafter: Drafter,
+    folder: Path,
+    spec: ModelSpec,
+    draft_ids: np.ndarray,
+    facts: dict[str, Any],
+    int8: bool = False,
+) -> None:
+    """Write the heads in bfloat16 (an EAGLE head's matrices in int8 if asked for), their config.json, and `facts` of
+    their training as training.json. Files are whole or not there."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().to("cpu", torch.bfloat16) for name, tensor in drafter.state_dict().items()}
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
@@ -26,12 +36,39 @@ def export(drafter: Drafter, folder: Path, spec: ModelSpec, draft_ids: np.ndarra
         tensors["d2t"] = torch.from_numpy(draft_ids - np.arange(len(draft_ids)))
     eagle = isinstance(drafter, EagleDrafter)
     config = _eagle_config(drafter, spec, len(draft_ids)) if eagle else _medusa_config(drafter, len(draft_ids))
+    if int8:
+        tensors, config = rounded(tensors, config)
     weights = folder / ("model.safetensors" if eagle else MEDUSA_FILE)
     unfinished = folder / "unfinished"
     unfinished.write_bytes(save(tensors, {"format": "pt"}))
     os.replace(unfinished, weights)
     write_json(folder / "config.json", config)
     write_json(folder / "training.json", facts)
+
+
+def rounded(tensors: dict[str, Tensor], config: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """A head's tensors with its matrices in int8, _GROUP weights of an output to a float16 scale, and its config.json,
+    in the layout of compressed-tensors (loading/compressed.py). Half the bytes; what the engine reads by default is
+    rounded to 8 bits in any case."""
+    made = {}
+    for name, tensor in tensors.items():
+        if tensor.dim() != 2 or tensor.shape[1] % _GROUP:
+            made[name] = tensor
+            continue
+        groups = tensor.float().reshape(len(tensor), -1, _GROUP)
+        scale = (groups.abs().amax(-1) / 127).clamp(min=2.0**-24).half()  # float16's least: of zeros
+        bytes_ = torch.round(groups / scale.float()[..., None]).clamp(-127, 127)
+        made[name] = bytes_.to(torch.int8).reshape(tensor.shape).contiguous()
+        made[f"{name}_scale"] = scale
+    weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "group", "group_size": _GROUP}
+    scheme = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "ignore": [],
+    }
+    return made, {**config, "quantization_config": scheme}
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:

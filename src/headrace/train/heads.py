@@ -156,7 +156,7 @@ def _learn(
 
     def keep_best(progress: Progress) -> None:
         note(progress)
-        export(drafter, out, checkpoint.spec, draft_ids, facts)
+        export(drafter, out, checkpoint.spec, draft_ids, facts, int8=settings.weights == "int8")
 
     limits = Limits(settings.epochs, None if settings.minutes is None else 60 * settings.minutes)
     state = work / f"{settings.kind}.state"

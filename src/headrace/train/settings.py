@@ -33,6 +33,9 @@ class TrainArgs:
     draft_vocab: int = option(6144, "tokens that can be drafted, the most frequent ones in the texts")
     unroll: int = option(5, "drafts in a row that are trained; of Medusa, heads")
     inner_size: int | None = option(None, "width of an EAGLE head's feed-forward block; none: the model's")
+    weights: Literal["bfloat16", "int8"] = option(
+        "bfloat16", "how weights are written; int8: of an EAGLE head, half as large"
+    )
     batch_tokens: int | None = option(None, "tokens in a training step (16384 on a GPU, 2048 on a CPU)")
     learning_rate: float = option(1e-3, "at its highest")
     cache_gib: float = option(4.0, "memory for features of the model that are kept between passes")
@@ -52,5 +55,7 @@ class TrainArgs:
             raise ConfigError(f"temperature must be from 0 to 10, not {self.temperature!r}")
         if self.report_prompts < 0:
             raise ConfigError(f"report_prompts must be at least 0, not {self.report_prompts!r}")
+        if self.weights == "int8" and self.kind != "eagle":
+            raise ConfigError(f"weights int8 is for EAGLE heads; leave it out for kind {self.kind}")
         if self.unroll > 16:
             raise ConfigError(f"unroll must be at most 16, not {self.unroll!r}")
