@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -107,11 +108,17 @@ class SamplingBatch:
     token_ids: Array  # int32 [max rows, max length]  the request table's: what precedes position p is [row, :p]
     stream: int = 0  # noise of its own, independent of that of other streams; 0: what texts are drawn with
     trees: TreeRows | None = None  # None: all spans are chains
+    # of rows that stand behind nodes of a tree which is being made, the tokens on the way there; None: there are none
+    paths: Sequence[Sequence[int]] | None = None
 
     def before(self, index: int, start: int = 0) -> Array:
         """The sequence that row `index` of the logits continues, int32, from position `start` on. In a tree: the known
         tokens, then the drafts on the way to the row."""
-        path: list[int] = []
+        if self.paths is not None:
+            path = list(self.paths[index])
+            known = self.token_ids[int(self.rows[index]), : int(self.positions[index]) - len(path)]
+            return np.concatenate([known, np.array(path, np.int32)])[start:]
+        path = []
         while self.trees is not None and self.trees.parents[index] >= 0:
             path.append(int(self.trees.tokens[index]))
             index = int(self.trees.parents[index])

@@ -18,11 +18,47 @@ from headrace.sampling.sampler import Sampler
 from headrace.sampling.state import SamplingBatch
 from headrace.spec.base import DraftContext, Drafts
 from headrace.spec.draft_runner import DraftRunner
-from headrace.spec.eagle import HeadRunner
+from headrace.spec.eagle import WIDTH, HeadRunner
 from headrace.spec.state_heads import StateRunner
 from headrace.spec.tree import ROOT, TokenTree, packed, product_tree
 
 _RANKS = 6  # candidates of a position that may become nodes of a tree
+
+
+class _Growing:
+    """One row's tree while a head drafts it, level by level."""
+
+    def __init__(self) -> None:
+        self.tree = TokenTree()
+        self.paths: dict[int, tuple[int, ...]] = {ROOT: ()}  # tokens on the way to a node, its own included
+        self.picked: list[int] = []  # nodes to be drafted on from
+        self._places = {ROOT: 0}  # of nodes that the head has run
+        self._level: list[int] = []  # nodes that nothing follows yet
+
+    def branch(self, node: int, tokens: list[int], shares: list[float]) -> None:
+        """Candidates behind a node."""
+        value = 1.0 if node == ROOT else self.tree.values[node]
+        for token, share in zip(tokens, shares, strict=True):
+            if share > 0:
+                child = self.tree.add(node, token, value * share)
+                self.paths[child] = (*self.paths[node], token)
+                self._level.append(child)
+
+    def pick(self, most: int) -> bool:
+        """Choose the best nodes of the last level that are among the `most` best of all; False if there are none."""
+        values = self.tree.values
+        least = sorted(values, reverse=True)[:most][-1] if values else 0.0
+        level = sorted((node for node in self._level if values[node] >= least), key=lambda node: -values[node])
+        self.picked, self._level = level[:WIDTH], []
+        return bool(self.picked)
+
+    def enter(self) -> list[tuple[int, int]]:
+        """The chosen nodes as HeadRunner.grow takes them."""
+        news = []
+        for node in self.picked:
+            news.append((self._places[self.tree.parents[node]], self.tree.tokens[node]))
+            self._places[node] = len(self._places)
+        return news
 
 
 class DraftModelProposer:
@@ -67,6 +103,8 @@ class DraftModelProposer:
         chosen, depths = self.runner.begin(context, self._num_tokens)
         if not len(chosen):
             return None
+        if context.nodes and isinstance(self.runner, HeadRunner):
+            return self._grow(self.runner, chosen, depths, context)
         rows = context.rows[chosen]
         known = context.num_tokens[rows]
         drafts = np.full((len(rows), int(depths.max())), -1, np.int32)
@@ -103,10 +141,16 @@ class DraftModelProposer:
             kept[place] = np.stack(each) if each else None
         return Drafts(placed, kept)
 
-    def _batch(self, context: DraftContext, rows: np.ndarray, positions: np.ndarray) -> SamplingBatch:
+    def _batch(
+        self,
+        context: DraftContext,
+        rows: np.ndarray,
+        positions: np.ndarray,
+        paths: Sequence[Sequence[int]] | None = None,
+    ) -> SamplingBatch:
         assert context.sampling is not None
         stream = DRAFT_STREAM if self._residual else 0
-        return SamplingBatch(context.sampling, rows, positions, context.token_ids, stream)
+        return SamplingBatch(context.sampling, rows, positions, context.token_ids, stream, paths=paths)
 
     def _trees(
         self, chosen: np.ndarray, ranked: list[list[tuple[np.ndarray, np.ndarray]]], context: DraftContext
@@ -127,6 +171,35 @@ class DraftModelProposer:
                 if not nodes:
                     break
                 node, value = nodes[0], value * float(shares[0])
+        return packed(trees, context.nodes)
+
+    def _grow(self, runner: HeadRunner, chosen: np.ndarray, depths: np.ndarray, context: DraftContext) -> Drafts | None:
+        """Trees whose best nodes of each level are drafted on from (EAGLE-2, Li et al. 2024, section 4.1)."""
+        rows = context.rows[chosen]
+        known = context.num_tokens[rows]
+        growing = [_Growing() for _ in rows]
+        logits = runner.step(rows, known)
+        fresh: list[tuple[int, int]] = [(index, ROOT) for index in range(len(rows))]  # (row, node) of the logits' rows
+        for level in range(1, int(depths.max()) + 1):
+            owners = np.array([index for index, _ in fresh])
+            paths = [growing[index].paths[node] for index, node in fresh]
+            batch = self._batch(context, rows[owners], known[owners] + level - 1, paths)
+            _, scores, staged = self._sampler.draw(self._of_vocabulary(logits), batch)
+            best = self._sampler.likeliest(staged, batch, _RANKS)
+            for place, (index, node) in enumerate(fresh):
+                if np.isfinite(np.asarray(scores)[place]):
+                    growing[index].branch(node, best[0][place].tolist(), best[1][place].tolist())
+            going = [
+                index for index in range(len(rows)) if depths[index] > level and growing[index].pick(context.nodes)
+            ]
+            if not going:
+                break
+            fresh = [(index, node) for index in going for node in growing[index].picked]
+            logits = runner.grow(rows[going], [growing[index].enter() for index in going])
+        runner.end(rows, np.zeros((len(rows), 0), np.int32))
+        trees = [TokenTree() for _ in context.rows]
+        for place, each in zip(chosen.tolist(), growing, strict=True):
+            trees[place] = each.tree
         return packed(trees, context.nodes)
 
     def _draw(

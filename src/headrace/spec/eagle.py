@@ -7,6 +7,9 @@
 The model's features come with each step, for the tokens it ran. They are kept until the head is asked for drafts and
 fed then, in place of what it made up before. Positions found in the prefix cache, or too far back to be kept, have
 none: the head's sequence begins after them, which costs acceptance and nothing else.
+
+For a tree of drafts (EAGLE-2, Li et al. 2024) the best nodes of each level become entries of their own, behind the one
+of the last known token. All entries of the tree are run again for each level, as one span of tree attention.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -33,6 +37,7 @@ from headrace.worker.table import RequestTable
 
 _KEPT = 1024  # features of a row that wait to be fed
 _CHUNK = 256  # entries fed in one pass, but for the last
+WIDTH = 4  # nodes of a level of a tree that are drafted on from
 
 
 class HeadRow:
@@ -53,6 +58,20 @@ class HeadRow:
         return self.base + self.fed + self.num_kept
 
 
+@dataclass
+class _Grown:
+    """Entries of a row's tree: that of the last known token, then nodes."""
+
+    first: InitVar[np.ndarray]  # [1, H], what the first entry was made from
+    made_first: InitVar[np.ndarray]  # [H], what came out
+    inputs: list[np.ndarray] = field(init=False)
+    made: list[np.ndarray] = field(init=False)
+    parents: list[int] = field(default_factory=list)  # of nodes, as places
+
+    def __post_init__(self, first: np.ndarray, made_first: np.ndarray) -> None:
+        self.inputs, self.made = [first], [made_first]
+
+
 class HeadFollower(ABC):
     """Follows the request table, on whatever device the head runs; the same calls as DraftFollower has."""
 
@@ -64,6 +83,7 @@ class HeadFollower(ABC):
         self._max_len = max_len
         self._rows: dict[int, HeadRow] = {}
         self._made: dict[int, np.ndarray] = {}  # row -> [H], the feature that its last entry made
+        self._width = 1  # entries of each level of a draft
 
     def admit(self, admits: Sequence[Admit]) -> None:
         """See Proposer."""
@@ -82,6 +102,7 @@ class HeadFollower(ABC):
         """See DraftRunner."""
         self.passes = []
         self.kv.pool.settle(-1)
+        self._width = WIDTH if context.nodes else 1
         if context.features is not None:
             self._keep(context.features, context.num_tokens)
         chosen: list[int] = []
@@ -92,7 +113,8 @@ class HeadFollower(ABC):
             entries = known - 1 - row.base
             if depth < 1 or entries < 1 or row.next != known - 1 or not row.num_kept:
                 continue
-            if not self._allocate(row, entries + depth - 1):
+            depth = min(depth, 1 + (self._max_len - entries) // self._width)
+            if not self._allocate(row, entries + self._width * (depth - 1)):
                 continue
             self._table.token_ids[number, :entries] = context.token_ids[number, row.base + 1 : known]
             chosen.append(index)
@@ -168,6 +190,7 @@ class HeadRunner(HeadFollower):
         self._launcher = RecordedLauncher(self._forward)
         # features of the pass being run; those of a pass that may be recorded always lie in the same memory
         self._fixed = np.zeros((MAX_TOKENS, head.spec.hidden_size), np.float32)
+        self._grown: dict[int, _Grown] = {}
         self._inputs: Array = self._fixed
         self._outputs: Array = self._fixed
 
@@ -183,7 +206,36 @@ class HeadRunner(HeadFollower):
         hidden = self._run(rows, np.ones(len(rows), np.int32), np.concatenate(inputs))
         logits = self.model.logits(hidden)
         self._made.update(zip(rows.tolist(), np.array(self._outputs), strict=True))
+        for number, own in zip(rows.tolist() if self._width > 1 else (), inputs, strict=False):
+            self._grown[number] = _Grown(own, self._made[number])
         self.passes.append(DraftPass(len(rows), time.perf_counter() - started))
+        return logits
+
+    def grow(self, rows: np.ndarray, news: Sequence[Sequence[tuple[int, int]]]) -> Array:
+        """Logits [N, V] behind new nodes of the rows' trees, which `step` began with the entry of the last known token.
+
+        `news` of each row are (place of the parent, token); places count that first entry, 0, then nodes as they came.
+        """
+        started = time.perf_counter()
+        inputs: list[np.ndarray] = []
+        lengths = np.ones(len(rows), np.int32)
+        for index, (number, nodes) in enumerate(zip(rows.tolist(), news, strict=True)):
+            grown, first = self._grown[number], self._rows[number].fed
+            for parent, token in nodes:
+                self._table.token_ids[number, first + len(grown.parents)] = token
+                grown.inputs.append(grown.made[parent][None])
+                grown.parents.append(parent)
+            inputs += grown.inputs
+            lengths[index] += len(grown.parents)
+            self._table.draft_parents[number] = np.array(grown.parents)
+            self._table.num_computed[number] = first - 1
+        hidden = self._run(rows, lengths, np.concatenate(inputs), trees=True)
+        fresh: list[int] = []
+        for number, nodes, end in zip(rows.tolist(), news, np.cumsum(lengths).tolist(), strict=True):
+            fresh += range(end - len(nodes), end)
+            self._grown[number].made += list(np.array(self._outputs[end - len(nodes) : end]))
+        logits = self.model.logits(hidden[np.array(fresh)])
+        self.passes.append(DraftPass(len(fresh), time.perf_counter() - started))
         return logits
 
     def _cut(self, values: Array, first: int, count: int) -> np.ndarray:
@@ -207,10 +259,11 @@ class HeadRunner(HeadFollower):
 
     # -- the head
 
-    def _run(self, rows: np.ndarray, lengths: np.ndarray, features: Array) -> Array:
-        """Hidden states [R, H] of each row's last entry of a pass."""
+    def _run(self, rows: np.ndarray, lengths: np.ndarray, features: Array, trees: bool = False) -> Array:
+        """Hidden states [R, H] of each row's last entry of a pass; of all entries, where spans are `trees`."""
         spans = np.zeros((4, len(rows)), np.int32)
         spans[0], spans[1], spans[2] = rows, self._table.num_computed[rows], lengths
+        spans[3] = lengths - 1 if trees else 0
         plan = StepPlan(0, spans=spans, yields=np.ones(len(rows), bool))
         batch = self._builder.build(plan, self._launcher.pick(plan.num_tokens, plan.num_spans, None))
         metas = [self._backend.plan(batch, g, group) for g, group in enumerate(self._cache.layout.groups)]

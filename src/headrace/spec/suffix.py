@@ -134,38 +134,39 @@ class Follower:
             places = {place: places[place] for place in best[:_MOST_PLACES]}
         self._places = places
 
-    def _voters(self, most: int) -> tuple[list[int], int]:
-        """The places that vote, and how far they are trusted, `most` tokens at most."""
+    def _matches(self) -> dict[int, int]:
+        """Place -> tokens that match before it, of the places that something may follow."""
         first, end = self._history.first, self._history.length
-        places = {place: length for place, length in self._places.items() if first <= place < end}
-        if not places or most < 1:
-            return [], 0
-        longest = max(places.values())
-        voters = [place for place, length in places.items() if 4 * length > 3 * longest]
-        return voters, min(most, 2 * max(longest, self._history.gram))
+        return {place: length for place, length in self._places.items() if first <= place < end}
 
     def branches(self, depth: int, nodes: int, tree: TokenTree) -> None:
-        """Add up to `nodes` likely continuations to a tree, of `depth` tokens at most. A share of the votes counts as
-        a place less sure than all of them: `_SURE` is what a unanimous token is worth."""
-        token_at, end = self._history.token, self._history.length
-        voters, depth = self._voters(depth)
-        heap = [(-1.0, 0, 0, ROOT, voters)]  # (-value, depth, tie, node, places that vote for what follows it)
+        """Add up to `nodes` likely continuations to a tree, of `depth` tokens at most. Shorter matches have a say here,
+        too: a place votes with the square of its length. A token that has all votes is worth `_SURE`."""
+        token_at, end, matches = self._history.token, self._history.length, self._matches()
+        depth = min(depth, 2 * max(*matches.values(), self._history.gram)) if matches else 0
+        # (-value, depth, a number that settles ties, node, what votes for what follows it: place -> weight)
+        heap = [(-1.0, 0, 0, ROOT, {place: length * length for place, length in matches.items()})]
         added = ties = 0
         while heap and added < nodes:
             value, at, _, node, voters = heapq.heappop(heap)
-            votes: dict[int, list[int]] = {}
-            for place in voters if at < depth else ():
+            votes: dict[int, dict[int, int]] = {}
+            for place, weight in voters.items() if at < depth else ():
                 if place < end and (token := token_at(place)) != _SEPARATOR:
-                    votes.setdefault(token, []).append(place + 1)
+                    votes.setdefault(token, {})[place + 1] = weight
+            whole = sum(voters.values())
             for token, places in votes.items():
-                worth = -value * _SURE * len(places) / len(voters)
+                worth = -value * _SURE * sum(places.values()) / whole
                 ties, added = ties + 1, added + 1
                 heapq.heappush(heap, (-worth, at + 1, ties, tree.add(node, token, worth), places))
 
     def continuation(self, most: int) -> tuple[list[int], float]:
         """Up to `most` tokens, and how many of them are expected to be right if votes are probabilities."""
-        history, end = self._history, self._history.length
-        voters, most = self._voters(most)
+        history, end, places = self._history, self._history.length, self._matches()
+        if not places or most < 1:
+            return [], 0.0
+        longest = max(places.values())
+        voters = [place for place, length in places.items() if 4 * length > 3 * longest]
+        most = min(most, 2 * max(longest, history.gram))
         token_at = history.token
         tokens: list[int] = []
         certainty, expected = 1.0, 0.0
