@@ -31,6 +31,9 @@ _MEMORY = 0.96  # weight of the past against one more verified draft of a reques
 _LONG_MEMORY = 0.99  # the same of all requests together
 _FORGET = 0.02  # per step without verification the estimate moves this far back to the prior, so that it is tried
 # again; divided by the requests that decode, so that trying costs a step the same at every load
+_NETWORK_FORGET = 0.005  # the same for networks: a try costs passes, and what they guess right changes slowly
+_DOUBT = 8  # drafts of a network that count as much as _PRIOR does: what it guesses right is known soon, and is
+# about the same for all requests, whereas a look-up depends on whether the text repeats
 _MARGIN, _MARGIN_OFF = 1.02, 1.05  # drafts must promise this much; more, where the request has none now: hysteresis
 _CONTEXT = 256  # tokens of context assumed; the difference between depths hardly depends on it
 _REFRESH = 512  # decisions between looks at the cost model
@@ -107,6 +110,7 @@ class AutoDepth:
         self._best: dict[tuple[bool, int, float, int, int], _Best] = {}  # with a network's cost, most, acceptance, n, R
         self._passes: dict[int, float] = {}
         self._asked = 0
+        self._tried = 0  # drafts of networks that were verified
         self._share = 0.5  # of the requests that decode: those with drafts to verify
         self._chosen: list[tuple[int, int]] = []  # (proposer, drafts) of each request of the step being planned
         self._last: _Best | None = None
@@ -138,12 +142,19 @@ class AutoDepth:
         acceptance, prior = self._acceptance(request, source), self._prior[source]
         for trial in range(min(num_accepted + 1, num_drafts)):  # drafts behind the first wrong one were not tried
             acceptance += (1 - _MEMORY) * ((trial < num_accepted) - acceptance)
-            prior += (1 - _LONG_MEMORY) * ((trial < num_accepted) - prior)
+            prior += self._prior_weight(source) * ((trial < num_accepted) - prior)
         request.acceptance[source], self._prior[source] = acceptance, prior
         if promised := sum(request.draft_values[:num_drafts]):
             kept, own = min(num_accepted / promised, 4.0), request.promise.get(source, self._promise[source])
             request.promise[source] = own + (1 - _MEMORY) * (kept - own)
             self._promise[source] += (1 - _LONG_MEMORY) * (kept - self._promise[source])
+
+    def _prior_weight(self, source: int) -> float:
+        """Of one more draft in the estimate of all requests together."""
+        if source not in self._network_sources:
+            return 1 - _LONG_MEMORY
+        self._tried += 1
+        return max(1 - _LONG_MEMORY, 1 / (_DOUBT + self._tried))
 
     # -- what to draft next
 
@@ -213,7 +224,8 @@ class AutoDepth:
         return request.acceptance.get(source, self._prior[source])
 
     def _drift(self, request: Request, source: int, num_rows: int) -> None:
-        acceptance, rate = self._acceptance(request, source), _FORGET / num_rows
+        forget = _NETWORK_FORGET if source in self._network_sources else _FORGET
+        acceptance, rate = self._acceptance(request, source), forget / num_rows
         request.acceptance[source] = acceptance + rate * (max(_PRIOR, self._prior[source]) - acceptance)
         if source in request.promise:
             request.promise[source] += rate * (max(1.0, self._promise[source]) - request.promise[source])
