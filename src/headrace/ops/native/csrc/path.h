@@ -26,30 +26,34 @@ namespace {
 #include "attention.h"
 }  // namespace
 
+// The path's table. It is filled once and never changes: a path may be chosen again while another thread runs on it.
 const Kernels* kernels(const char* name) {
-  static Kernels table;
-  kLinear.fill();
-  table.name = name;
-  table.linear_panel = linear_panel;
-  table.linear_scratch = linear_scratch;
+  static const Kernels table = [name] {
+    Kernels made = {};
+    kLinear.fill();
+    made.name = name;
+    made.linear_panel = linear_panel;
+    made.linear_scratch = linear_scratch;
 #if defined(HEADRACE_HAS_DOT8)
-  kPlanes.fill();
-  table.linear16_panel = planes_panel;
-  table.quantize16 = quantize_planes;
+    kPlanes.fill();
+    made.linear16_panel = planes_panel;
+    made.quantize16 = quantize_planes;
 #elif defined(HEADRACE_HAS_DOT16)
-  kLinear16.fill();
-  table.linear16_panel = linear16_panel;
-  table.quantize16 = quantize16;
+    kLinear16.fill();
+    made.linear16_panel = linear16_panel;
+    made.quantize16 = quantize16;
 #endif
-  table.rms_norm = rms_norm;
-  table.rope = rope;
-  table.gated = gated;
-  table.elementwise = elementwise;
-  table.uniforms = uniforms;
-  table.attention = attention;
-  table.attention_scratch = attention_scratch;
-  table.attention_partial = attention_partial;
-  table.attention_merge = attention_merge;
+    made.rms_norm = rms_norm;
+    made.rope = rope;
+    made.gated = gated;
+    made.elementwise = elementwise;
+    made.uniforms = uniforms;
+    made.attention = attention;
+    made.attention_scratch = attention_scratch;
+    made.attention_partial = attention_partial;
+    made.attention_merge = attention_merge;
+    return made;
+  }();
   return &table;
 }
 }  // namespace HEADRACE_PATH

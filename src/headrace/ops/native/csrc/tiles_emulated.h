@@ -5,19 +5,30 @@
 // for each sum, one chain of fused multiply-adds over the 16 even numbers of a row and one over the odd ones, both from
 // zero; the two are added, then added to the sum. Everything is float32, rounded to nearest even, with denormal inputs and
 // results taken for zero, whatever the thread's own settings are.
+//
+// What the processor refuses ends the process here too: tiles used before they are made ready or after they are given up,
+// and a number of rows outside 1 .. 16. Their state is each thread's own.
 struct Tile {
   alignas(64) uint8_t bytes[16 * 64];
 };
 thread_local Tile tile_data[8];
-thread_local int tile_rows[8];
+thread_local int tile_rows[8];  // 0: not ready
+
+INLINE void refuse_unless(bool right) {
+  if (!right) __builtin_trap();
+}
 
 INLINE void open_tiles_of(int rows) {
+  refuse_unless(rows >= 1 && rows <= 16);
   for (int tile = 0; tile < 8; ++tile) tile_rows[tile] = tile < 6 ? rows : 16;
 }
-INLINE void release_tiles() {}
+INLINE void release_tiles() {
+  for (int& rows : tile_rows) rows = 0;
+}
 
 template <int kNumber>
 INLINE void tile_zero() {
+  refuse_unless(tile_rows[kNumber] > 0);
   __builtin_memset(tile_data[kNumber].bytes, 0, sizeof tile_data[kNumber].bytes);
 }
 template <int kNumber>
@@ -28,6 +39,7 @@ INLINE void tile_load(const void* from, ptrdiff_t stride) {
 }
 template <int kNumber>
 INLINE void tile_store(void* to, ptrdiff_t stride) {
+  refuse_unless(tile_rows[kNumber] > 0);
   for (int row = 0; row < tile_rows[kNumber]; ++row)
     __builtin_memcpy(static_cast<uint8_t*>(to) + row * stride, tile_data[kNumber].bytes + row * 64, 64);
 }
@@ -54,6 +66,7 @@ NOINLINE static void multiply_tiles(Tile& sums, const Tile& inputs, const Tile& 
 
 template <int kSums, int kInputs, int kWeights>
 INLINE void tile_multiply() {
+  refuse_unless(tile_rows[kSums] > 0 && tile_rows[kInputs] == tile_rows[kSums] && tile_rows[kWeights] == 16);
   uint32_t before;
   const uint32_t wanted = 0x9FC0;  // all exceptions masked, to nearest, denormals are zero, results flushed to zero
   // the product goes through memory, which both clobber: it stays between them
