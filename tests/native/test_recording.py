@@ -73,11 +73,11 @@ def test_hidden_states_are_the_same_bits(path: str, tmp_path: Path, monkeypatch:
 class World:
     """Rows that take one token a step through a launcher."""
 
-    def __init__(self, model: Any):
+    def __init__(self, model: Any, rows: int = 3):
         from headrace.attention.native import NativeAttention
         from models.harness import Stepper
 
-        self.stepper = Stepper(model, 3, 128)
+        self.stepper = Stepper(model, rows, 128)
         self.stepper.backend = NativeAttention(16)
         self.launcher = RecordedLauncher(self._forward)
 
