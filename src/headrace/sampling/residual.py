@@ -6,6 +6,8 @@ texts have the letters the other way round.)
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from headrace import ops
@@ -115,3 +117,40 @@ def _draw(probs: np.ndarray, batch: SamplingBatch, index: int) -> int:
     )
     with np.errstate(divide="ignore"):
         return int(np.argmax(np.log(probs) + np.asarray(noise)[0]))
+
+
+def accept_among(
+    probs: np.ndarray, candidates: Sequence[int], drafted: np.ndarray | None, coins: Sequence[float], uniform: float
+) -> tuple[int, int]:
+    """(index of the candidate that is accepted, or -1; token) of several candidates for one position, so that the token
+    has the distribution `probs` float64 [V] whatever they are.
+
+    They are tried one after the other, each as a single draft would be: accepted with probability min(1, p(x) / q(x)),
+    else p becomes norm(max(0, p - q)); p is what is left of `probs` by then, never `probs` itself (recursive rejection
+    sampling: SpecInfer, Miao et al. 2023, section 4.3). `drafted` float64 [V] is the q
+    that candidates were drawn from one after the other without putting them back (Yang et al. 2024, section 3): after
+    one was refused, q is without it. None: they were chosen, not drawn, and q is 1 at each; then none may come twice.
+    `coins` are uniform numbers in (0, 1), one a candidate, `uniform` is one more, for the token where none is accepted.
+    Raises ValueError where a candidate could not have been drawn.
+    """
+    left = np.array(probs, np.float64)
+    left /= left.sum()
+    q = None if drafted is None else np.array(drafted, np.float64)
+    for index, (token, coin) in enumerate(zip(candidates, coins, strict=True)):
+        if q is None:
+            chance, rest = left[token], left.copy()
+            rest[token] = 0.0
+        else:
+            if not q[token] > 0:
+                raise ValueError(
+                    f"candidate {index}, token {token}, is drawn from a distribution that does not hold it"
+                )
+            q /= q.sum()
+            chance, rest = left[token] / q[token], np.maximum(left - q, 0.0)
+            q[token] = 0.0
+        if coin < chance:
+            return index, token
+        if not rest.any():  # rounding has refused what is certain
+            return index, token
+        left = rest / rest.sum()
+    return -1, int(min(np.searchsorted(np.cumsum(left), uniform, side="right"), np.flatnonzero(left)[-1]))
