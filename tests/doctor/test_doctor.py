@@ -50,6 +50,8 @@ def test_paths_say_what_they_can(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processor, "path_states", lambda: {"amx": PATH_STATES[1]})
     monkeypatch.setattr(processor, "_cpuinfo", lambda: "flags : " + " ".join(processor.NEEDS["amx"]))
     assert "does not let a process use tiles" in dict(processor.kernels().findings)["  amx"]
+    monkeypatch.setattr(processor, "path_states", lambda: {"amx": PATH_STATES[2]})
+    assert "only where HEADRACE_NATIVE_PATH=amx asks for it" in dict(processor.kernels().findings)["  amx"]
 
 
 def test_one_core_and_a_forced_path() -> None:
