@@ -113,7 +113,7 @@ def test_in_any_company(folders: dict[str, str], expected: dict[tuple[str, str],
         "max_model_len": 80,
     }
     if data.draw(st.booleans()):  # memory for one text and a half: the younger ones are preempted
-        more["kv_cache"] = 120 * (2 if model == "window" else 1) * 192
+        more["kv_cache"] = 120 * (2 if model == "window" else 1) * 96
     names = data.draw(st.lists(st.sampled_from(list(PARAMS)), min_size=1, max_size=3))
     if more["attention_backend"]:  # its numbers are not, bit for bit, those of the native one
         with LLM(folders[model], attention_backend="reference", max_model_len=80) as llm:
@@ -123,6 +123,15 @@ def test_in_any_company(folders: dict[str, str], expected: dict[tuple[str, str],
     with LLM(folders[model], **{**options(folders, way), **more}) as llm:
         assert [told(llm.generate(PROMPTS, PARAMS[name])) for name in names] == wanted
         llm.engine.core.scheduler.check()
+
+
+def test_preempted_requests_go_on_with_the_same_text(folders: Any, expected: Any, moves: list[bool]) -> None:
+    room = {"kv_cache": 120 * 96, "block_size": 4, "max_model_len": 80}
+    with LLM(folders["plain"], **options(folders, "merged"), **room) as llm:
+        assert told(llm.generate(PROMPTS, PARAMS["greedy"])) == expected["plain", "greedy"]
+        assert sum(len(record.preempted) for record in llm.engine.ledger.records()) > 0
+        llm.engine.core.scheduler.check()
+    assert any(moves)
 
 
 def test_what_cannot_be_is_refused(folders: dict[str, str]) -> None:
