@@ -189,3 +189,9 @@ def test_absurd_sizes_are_refused_at_once(key):
     spec_from_config(config)
     with pytest.raises(CheckpointError, match=f"{key} is 1099511627776"):
         spec_from_config({**config, key: 2**40})
+
+
+@pytest.mark.parametrize("change", [{"architectures": [["a"]]}, {"architectures": [{}]}, {"hidden_act": ["silu"]}])
+def test_values_of_other_types_are_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match="is not supported"):
+        spec(**change)

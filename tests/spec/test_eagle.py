@@ -274,3 +274,32 @@ def test_what_does_not_fit_is_refused(models):
     (folder / "empty" / "config.json").write_text(json.dumps({**CONFIG, "architectures": ["LlamaForCausalLMEagle3"]}))
     with pytest.raises(CheckpointError):
         LLM(models["target"], speculate="eagle", draft_model=str(folder / "empty"))
+
+
+def test_files_with_other_things_than_expected(models):
+    """Values of other types, and outputs without rows, end with a line that names the file; what the tensors tell is
+    not asked of config.json."""
+
+    def changed(name, config=None, head=None):
+        folder = models["folder"] / name
+        write_head(folder, 3)
+        if config is not None:
+            whole = json.loads((folder / "config.json").read_text())
+            (folder / "config.json").write_text(json.dumps(whole | config))
+        if head is not None:
+            tensors = load_file(folder / "model.safetensors")
+            save_file(tensors | {"lm_head.weight": head}, folder / "model.safetensors")
+        return str(folder)
+
+    with LLM(models["target"], speculate="eagle", draft_model=changed("odd", {"architectures": 5})) as llm:
+        assert llm.engine.config.proposers == ("eagle",)
+    for folder, reason in (
+        (changed("listed", {"hidden_act": ["silu"]}), r"listed/config\.json: hidden_act .* is not supported"),
+        (changed("scalar", head=np.array(1.0, np.float32)), r"scalar: lm_head\.weight must have a row .* not \[\]"),
+        (changed("rowless", head=np.zeros((0, HIDDEN), np.float32)), r"must have a row .* not \[0, 48\]"),
+    ):
+        with pytest.raises(CheckpointError, match=reason):
+            LLM(models["target"], speculate="eagle", draft_model=folder)
+    shapeless = changed("wide", head=np.zeros((DRAFT_VOCAB, HIDDEN + 1), np.float32))
+    with pytest.raises(ValueError, match=r"wide: the checkpoint does not fit the model: .*lm_head\.weight"):
+        LLM(models["target"], speculate="eagle", draft_model=shapeless)

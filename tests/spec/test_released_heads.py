@@ -10,6 +10,7 @@ from headrace import LLM, SamplingParams
 from headrace.config import ConfigError
 from headrace.loading import released
 from headrace.loading.checkpoint import open_checkpoint
+from headrace.loading.errors import CheckpointError
 from tiny import write_tiny_llama
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
@@ -42,3 +43,24 @@ def test_another_model_has_none(model, tmp_path):
         assert llm.engine.config.proposers == ("suffix", "ngram")
     with pytest.raises(ConfigError, match="no EAGLE head comes with Headrace for target; give draft_model"):
         LLM(other, speculate="eagle")
+
+
+def test_a_damaged_head_keeps_no_model_from_running(model, tmp_path, caplog):
+    """`auto` says one line and goes on; `eagle`, which asks for the head, ends with the file's name."""
+    head = tmp_path / "models" / "target-eagle"
+    for name, content in (
+        ("model.safetensors", (head / "model.safetensors").read_bytes()[:5000]),
+        ("config.json", b"{"),
+        ("config.json", b'{"architectures": 5}'),
+        ("training.json", b"{"),
+    ):
+        whole = (head / name).read_bytes()
+        (head / name).write_bytes(content)
+        caplog.clear()
+        with LLM(model, speculate="auto") as llm:
+            assert llm.engine.config.proposers == ("suffix", "ngram")
+        (line,) = [record.getMessage() for record in caplog.records]
+        assert "left out" in line and str(head) in line
+        with pytest.raises((CheckpointError, ConfigError)):
+            LLM(model, speculate="eagle")
+        (head / name).write_bytes(whole)

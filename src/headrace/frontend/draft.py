@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,12 +12,15 @@ from headrace.device.cpu import CpuFacts
 from headrace.frontend.tokenizer import Tokenizer
 from headrace.loading.checkpoint import LoadedCheckpoint, open_checkpoint
 from headrace.loading.draft_heads import HeadCheckpoint, MedusaCheckpoint, MlpCheckpoint, is_head, is_medusa, is_mlp
+from headrace.loading.errors import CheckpointError
 from headrace.loading.mtp import MtpCheckpoint
 from headrace.loading.released import released_heads
 from headrace.loading.store import resolve_model
 from headrace.models.spec import ModelSpec
 from headrace.resolve import Choice, resolve_draft
 from headrace.worker.drafting import DraftSource, HeadKind, MedusaKind, MlpKind, MtpKind
+
+_log = logging.getLogger(__name__)
 
 Drafter = LoadedCheckpoint | HeadCheckpoint | MedusaCheckpoint | MlpCheckpoint | MtpCheckpoint
 
@@ -26,11 +30,21 @@ def open_draft(name: str | None, speculate: str, target: LoadedCheckpoint) -> Dr
     any model."""
     if name is None and speculate in ("auto", "eagle"):
         released = released_heads(target.name, target.num_bytes)
-        name = None if released is None else str(released)
-        if name is None and speculate == "eagle":
+        if released is None and speculate == "eagle":
             raise ConfigError(f"no EAGLE head comes with Headrace for {target.name}; give draft_model, a head's folder")
-    if name is None:
-        return _own_module(speculate, target)
+        if released is not None:
+            try:
+                return _opened(str(released))
+            except CheckpointError as error:
+                if speculate == "eagle":
+                    raise
+                # nobody asked for this very head, and texts are the same without it
+                _log.warning("the draft heads that come with Headrace for %s are left out: %s", target.name, error)
+    return _own_module(speculate, target) if name is None else _opened(name)
+
+
+def _opened(name: str) -> Drafter:
+    """The checkpoint of a draft model or of heads, by its path or name."""
     if is_medusa(Path(name)):
         return MedusaCheckpoint(Path(name))
     if is_mlp(Path(name)):

@@ -119,4 +119,6 @@ class WeightSource:
                 shown = "; ".join(names[:8]) + (f"; and {len(names) - 8} more" if len(names) > 8 else "")
                 problems.append(f"{len(names)} tensors {title}: {shown}")
         if problems:
-            raise WeightsError("the checkpoint does not fit the model: " + ". ".join(problems))
+            where = getattr(self._checkpoint, "path", None)
+            what = "the checkpoint" if where is None else f"{where}: the checkpoint"
+            raise WeightsError(f"{what} does not fit the model: {'. '.join(problems)}")

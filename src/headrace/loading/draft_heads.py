@@ -68,7 +68,12 @@ class HeadCheckpoint(_Renamed):
         self.spec: ModelSpec = replace(spec, num_layers=1, windows=(), qkv_bias=biased, output_bias=False)
         self.is_eagle3 = any(name.endswith(".hidden_norm.weight") for name in self._stored)
         self.taps = _taps(config)
-        self.draft_vocab = self.shape("lm_head.weight")[0] if "lm_head.weight" in self._stored else spec.vocab_size
+        self.draft_vocab = spec.vocab_size
+        if "lm_head.weight" in self._stored:
+            shape = self.shape("lm_head.weight")
+            if len(shape) != 2 or not shape[0]:
+                raise CheckpointError(f"{path}: lm_head.weight must have a row for each draft token, not {list(shape)}")
+            self.draft_vocab = shape[0]
         deeper = sorted(
             name for name in self._stored if name.startswith("layers.") and not name.startswith("layers.0.")
         )
@@ -133,7 +138,8 @@ def is_head(path: Path) -> bool:
     if not (path / "config.json").is_file():
         return False
     config = read_json(path / "config.json")
-    names = [str(name) for name in config.get("architectures") or ()]
+    given = config.get("architectures")
+    names = [str(name) for name in given] if isinstance(given, list) else []
     if "speculators_model_type" in config or any("eagle" in name.lower() for name in names):
         return True
     # EAGLE-1's authors name the architecture of the model it is for

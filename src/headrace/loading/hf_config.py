@@ -55,7 +55,7 @@ def spec_from_config(config: dict[str, Any], *, where: str = "config.json", eos:
     max_position = read.integer("max_position_embeddings", 32768)
     head_dim = _head_dim(read, hidden, num_heads)
     named = config.get("hidden_activation") or config.get("hidden_act") or "silu"
-    if named not in ACTIVATIONS:
+    if not isinstance(named, str) or named not in ACTIVATIONS:
         raise read.error(f"hidden_act {named!r} is not supported ({', '.join(ACTIVATIONS)} are)")
     bias = read.flag("attention_bias", False) and family in BIASED_ATTENTION
     gemma = family in ("gemma2", "gemma3")

@@ -147,7 +147,7 @@ def family_of(read: Reader) -> str:
     named = read.values.get("architectures")
     names = named if isinstance(named, list) else []
     for name in names:
-        if name in ARCHITECTURES:
+        if isinstance(name, str) and name in ARCHITECTURES:
             return ARCHITECTURES[name]
     if read.values.get("kv_lora_rank"):
         raise read.error(f"{', '.join(map(str, names))} has multi-head latent attention, which is not supported")
