@@ -13,6 +13,7 @@ from headrace import LLM, SamplingParams  # noqa: E402
 from headrace.cli.main import main  # noqa: E402
 from headrace.config import ConfigError, EngineArgs  # noqa: E402
 from headrace.loading.checkpoint import open_checkpoint  # noqa: E402
+from headrace.train import heads, loop  # noqa: E402
 from headrace.train.batches import Batches, frequent_tokens  # noqa: E402
 from headrace.train.drafters import EagleDrafter, MedusaDrafter  # noqa: E402
 from headrace.train.export import export  # noqa: E402
@@ -21,7 +22,7 @@ from headrace.train.loop import evaluate  # noqa: E402
 from headrace.train.prompts import read_prompts  # noqa: E402
 from headrace.train.settings import TrainArgs  # noqa: E402
 from headrace.train.target import Target  # noqa: E402
-from headrace.train.texts import Text  # noqa: E402
+from headrace.train.texts import Text, alone_in  # noqa: E402
 from tiny import write_tiny_llama  # noqa: E402
 
 SETTINGS = TrainArgs(
@@ -232,3 +233,66 @@ def test_bad_commands_end_with_one_line(model, prompts, tmp_path, capsys):
         assert main(["train-heads", prompts, "-o", out, "-m", model, "--device", "cpu", *extra]) == 2
         error = capsys.readouterr().err.strip().splitlines()
         assert message in error[-1], error
+
+
+def test_one_process_at_a_time_in_a_folder(model, prompts, tmp_path):
+    out = tmp_path / "out"
+    with alone_in(out / "training"), pytest.raises(ConfigError, match=r"another process trains in .*; wait for it"):
+        train_heads(engine_args(model), SETTINGS, [prompts], out, lambda line: None)
+    with alone_in(out / "training"):
+        pass  # it was let go of
+
+
+def test_folders_that_cannot_be_written_are_refused_first(model, prompts, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"no heads can be written into .*file: .*; give another --output"):
+        train_heads(engine_args(model), SETTINGS, [prompts], tmp_path / "file")
+    settings = replace(SETTINGS, work=str(tmp_path / "file" / "work"))
+    with pytest.raises(ConfigError, match=r"nothing can be written into .*work: .*; give another folder"):
+        train_heads(engine_args(model), settings, [prompts], tmp_path / "out")
+
+
+def test_damaged_state_is_named(model, prompts, tmp_path):
+    out, work = tmp_path / "out", tmp_path / "out" / "training"
+    train_heads(engine_args(model), replace(SETTINGS, epochs=0.2), [prompts], out, lambda line: None)
+    names = {path.name: path for path in work.iterdir()}
+    assert {"texts.json", "eagle.state"} <= names.keys() and any(name.endswith(".npz") for name in names)
+    for name, path in names.items():
+        if name == "lock":
+            continue
+        whole = path.read_bytes()
+        for size in (0, 1, len(whole) // 2):
+            path.write_bytes(whole[:size])
+            with pytest.raises(ConfigError, match=rf"{name}.*delete"):
+                train_heads(engine_args(model), replace(SETTINGS, epochs=4), [prompts], out, lambda line: None)
+        path.write_bytes(whole)
+
+
+def test_a_state_that_cannot_be_written(tmp_path, monkeypatch):
+    def full(state, file):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    module = torch.nn.Linear(2, 2)
+    with pytest.raises(OSError, match=r"eagle\.state cannot be written \(No space left on device\); make room"):
+        loop._save(tmp_path / "eagle.state", module, torch.optim.AdamW(module.parameters()), loop.Progress())
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_with_heads_of_the_other_kind_is_refused(model, prompts, tmp_path):
+    """An engine would take the Medusa heads of a folder that has both."""
+    for kind, name in (("eagle", "medusa_lm_head.safetensors"), ("medusa", "model.safetensors")):
+        out = tmp_path / kind
+        out.mkdir()
+        (out / name).write_bytes(b"")
+        with pytest.raises(ConfigError, match=rf"{kind} holds {name} of --kind .*give another --output"):
+            train_heads(engine_args(model), replace(SETTINGS, kind=kind), [prompts], out, lambda line: None)
+
+
+def test_a_full_disk_ends_with_one_line(model, prompts, tmp_path, capsys, monkeypatch):
+    def full(*arguments, **options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(heads, "train_heads", full)
+    assert main(["train-heads", prompts, "-o", str(tmp_path / "out"), "-m", model]) == 2
+    assert f"the disk of {tmp_path / 'out'} is full; make room, and the same command goes on" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import sys
 
 from headrace.cli.options import add_engine_options, add_options, engine_args, given_options
@@ -53,5 +54,12 @@ def train(arguments: argparse.Namespace) -> int:
         if not arguments.quiet:
             print(line, file=sys.stderr, flush=True)
 
-    train_heads(args, settings, arguments.prompts, Path(arguments.output), tell, show_progress=not arguments.quiet)
+    show = not arguments.quiet
+    try:
+        train_heads(args, settings, arguments.prompts, Path(arguments.output), tell, show_progress=show)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        where = settings.work or arguments.output
+        raise OSError(f"the disk of {where} is full; make room, and the same command goes on") from None
     return 0

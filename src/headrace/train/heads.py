@@ -16,6 +16,8 @@ from headrace.frontend.engine import choose_gpu
 from headrace.frontend.llm import LLM
 from headrace.frontend.progress import progress_bar
 from headrace.loading.checkpoint import LoadedCheckpoint, open_checkpoint
+from headrace.loading.draft_heads import MEDUSA_FILE
+from headrace.loading.safetensors_file import SINGLE_NAME
 from headrace.loading.store import resolve_model
 from headrace.models.spec import ModelSpec
 from headrace.train.batches import Batches, frequent_tokens
@@ -26,7 +28,7 @@ from headrace.train.prompts import Prompt, read_prompts
 from headrace.train.report import engine_acceptance
 from headrace.train.settings import TrainArgs
 from headrace.train.target import Target
-from headrace.train.texts import Text, TextFolder, write_texts
+from headrace.train.texts import Text, TextFolder, alone_in, write_texts
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16}
 
@@ -46,6 +48,28 @@ def train_heads(
         raise ConfigError("training needs two prompts at least: one is held out")
     work = Path(settings.work) if settings.work is not None else out / "training"
     checkpoint = open_checkpoint(resolve_model(engine.model))
+    try:  # a folder that cannot be made is not to be found out about after hours
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"no heads can be written into {out}: {error.strerror}; give another --output") from None
+    for kind, name in (("medusa", MEDUSA_FILE), ("eagle", SINGLE_NAME)):
+        if kind != settings.kind and (out / name).exists():  # an engine would take one for the other
+            raise ConfigError(f"{out} holds {name} of --kind {kind}; give another --output, or that kind")
+    with alone_in(work):
+        return _write_and_train(engine, settings, prompts, checkpoint, out, work, tell, show_progress)
+
+
+def _write_and_train(
+    engine: EngineArgs,
+    settings: TrainArgs,
+    prompts: Sequence[Prompt],
+    checkpoint: LoadedCheckpoint,
+    out: Path,
+    work: Path,
+    tell: Callable[[str], None],
+    show_progress: bool,
+) -> dict[str, Any]:
+    """See train_heads; no other process works in `work`."""
     texts = _write(engine, settings, prompts, checkpoint, work, tell, show_progress)
     held = {int(index) for index in _held_out(len(prompts), settings.held_out)}
     held_texts = [text for text in texts if text.job % len(prompts) in held]

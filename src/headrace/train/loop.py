@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -191,16 +192,25 @@ def _facts(found: Measured) -> dict[str, Any]:
 
 def _save(path: Path, drafter: Drafter, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
     temporary = path.with_suffix(".unfinished")
-    torch.save(
-        {"heads": drafter.state_dict(), "optimizer": optimizer.state_dict(), "progress": vars(progress)}, temporary
-    )
-    temporary.replace(path)
+    state = {"heads": drafter.state_dict(), "optimizer": optimizer.state_dict(), "progress": vars(progress)}
+    try:
+        with temporary.open("wb") as file:
+            torch.save(state, file)
+        temporary.replace(path)
+    except (OSError, RuntimeError) as error:  # torch's own words for a full disk are pages
+        temporary.unlink(missing_ok=True)
+        why = getattr(error, "strerror", None) or str(error.__context__ or error).split("\n")[0]
+        raise OSError(f"{path} cannot be written ({why}); make room, and the same command goes on") from None
 
 
 def _restore(path: Path, drafter: Drafter, optimizer: torch.optim.Optimizer, device: torch.device) -> Progress:
     if not path.is_file():
         return Progress()
-    state = torch.load(path, map_location=device, weights_only=True)
+    try:
+        state = torch.load(path, map_location=device, weights_only=True)
+    except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
+        reason = str(error).split("\n")[0]
+        raise ConfigError(f"{path} is damaged ({reason}); delete it, and training begins anew") from None
     shapes = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
     if {name: tuple(tensor.shape) for name, tensor in state["heads"].items()} != shapes:
         raise ConfigError(f"{path} is of heads of other sizes; give another --work folder, or delete it")

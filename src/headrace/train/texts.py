@@ -12,7 +12,10 @@ import itertools
 import json
 import os
 import time
+import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +25,8 @@ from headrace.config import ConfigError
 from headrace.frontend.chat import ChatTemplateError
 from headrace.frontend.engine import Engine
 from headrace.frontend.output import RequestOutput
+from headrace.loading.errors import CheckpointError
+from headrace.loading.json_file import read_json
 from headrace.sampling.params import SamplingParams
 from headrace.train.prompts import Prompt
 
@@ -43,10 +48,12 @@ class TextFolder:
 
     def __init__(self, path: Path, facts: dict[str, object]):
         self.path = path
-        path.mkdir(parents=True, exist_ok=True)
         stated = path / "texts.json"
         if stated.is_file():
-            known = json.loads(stated.read_text(encoding="utf-8"))
+            try:
+                known = read_json(stated)
+            except CheckpointError as error:
+                raise ConfigError(f"{error}; delete {path}, or give another --work folder") from None
             if other := sorted(name for name in facts if known.get(name) != facts[name]):
                 raise ConfigError(
                     f"{path} holds texts of another {other[0]} ({known.get(other[0])!r}, not {facts[other[0]]!r}); "
@@ -96,8 +103,29 @@ def _read(path: Path) -> list[Text]:
                 Text(part, int(prompt_len), int(job))
                 for part, prompt_len, job in zip(parts, shard["prompt_lens"], shard["jobs"], strict=True)
             ]
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise ConfigError(f"{path} is damaged ({error}); delete it") from None
+
+
+@contextmanager
+def alone_in(path: Path) -> Iterator[None]:
+    """Make the folder of texts and state, and keep other processes from training in it meanwhile. ConfigError if one
+    does already, or if the folder cannot be written."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = (path / "lock").open("a")
+    except OSError as error:
+        raise ConfigError(f"nothing can be written into {path}: {error.strerror}; give another folder") from None
+    with lock:  # the system lets go of it when the process ends, in whatever way
+        try:
+            import fcntl
+
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except ImportError:
+            pass  # a system without such locks
+        except BlockingIOError:
+            raise ConfigError(f"another process trains in {path}; wait for it, or give another --work folder") from None
+        yield
 
 
 def write_texts(
