@@ -120,3 +120,25 @@ def test_a_table_of_logs_of_a_run_that_was_broken_off(fake_sides):
     ours.write_text("".join(line for line in ours.read_text().splitlines(True) if "offline" not in line))
     rows, missing = gpu.table_of_logs("tiny", logs, "vllm", False)
     assert rows == whole[:-1] and missing == ["offline"]
+
+
+def test_logs_that_are_missing_or_damaged(fake_sides):
+    logs = fake_sides / "logs"
+    with pytest.raises(
+        ValueError, match=r"tiny\.headrace\.log: cannot be read .*name the folder of the logs with --logs"
+    ):
+        gpu.table_of_logs("tiny", logs, "vllm", False)
+    whole = gpu.compare_on_gpu(gpu.Setup("tiny"), logs, tell=lambda text: None)
+    ours = logs / gpu.log_name("tiny", "headrace", False)
+    text = ours.read_text()
+    ours.write_text(text.rstrip()[:-20])  # cut off within the last row
+    assert gpu.table_of_logs("tiny", logs, "vllm", False) == (whole[:-1], ["offline"])
+    ours.write_text('{"case": 5}\n{"case": "offline", "value": null}\nnoise\n')
+    with pytest.raises(ValueError, match=r"tiny\.headrace\.log: has no row of the start"):
+        gpu.table_of_logs("tiny", logs, "vllm", False)
+
+
+def test_a_side_without_its_engine_says_so(fake_sides):
+    gpu.SCRIPT.write_text("import no_such_engine")
+    with pytest.raises(ValueError, match=r"\(ModuleNotFoundError.*no_such_engine.*--peer-python names the Python"):
+        gpu.compare_on_gpu(gpu.Setup("tiny"), fake_sides / "logs", tell=lambda text: None)

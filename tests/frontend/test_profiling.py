@@ -27,3 +27,12 @@ def test_the_command(tmp_path, capsys):
     assert (folder / "steps.jsonl").exists()
     assert main([*command, "--batch-size", "0"]) == 2
     assert "--batch-size must be at least 1" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_written(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        # said before the model is looked for
+        assert main(["profile", "-m", str(tmp_path / "no-model"), "-o", str(folder)]) == 2
+        error = capsys.readouterr().err
+        assert f"no profile can be written into {folder}: " in error and "name another folder" in error

@@ -138,7 +138,10 @@ class Side:
         self._reader.join()
         self._said.close()
         if code:
-            raise ValueError(f"{self._engine} ended with exit code {code}; its output is in {self._log}")
+            last = next((line for line in reversed(self._log.read_text().splitlines()) if line.strip()), "")
+            hint = "; --peer-python names the Python that has it" if "No module named" in last else ""
+            why = f" ({last[:200]})" if last and not last.startswith("{") else ""
+            raise ValueError(f"{self._engine} ended with exit code {code}{why}; its output is in {self._log}{hint}")
         return self.rows
 
 
@@ -163,6 +166,13 @@ def chosen_cases(setup: Setup) -> list[Case]:
     if unknown := set(setup.names) - known:
         raise ValueError(f"no case {sorted(unknown)[0]!r}; there are {', '.join(sorted(known))}")
     return [case for case in cases if not setup.names or case.name in setup.names]
+
+
+def need_gpu(what: str) -> None:
+    """ValueError, which begins with `what`, where no GPU can be used."""
+    reason = unavailable_reason()
+    if reason is not None:
+        raise ValueError(f"{what}: {reason}")
 
 
 def compare_on_gpu(setup: Setup, folder: Path, tell: Callable[[str], None]) -> list[Row]:
@@ -221,18 +231,39 @@ def table(model: str, cases: Sequence[Case], ours: dict[str, Any], theirs: dict[
 
 
 def table_of_logs(model: str, folder: Path, peer: str | None, cold: bool) -> tuple[list[Row], list[str]]:
-    """(rows, cases that a side lacks) of a comparison whose logs are in `folder`, also of one that was broken off."""
+    """(rows, cases that a side lacks) of a comparison whose logs are in `folder`, also of one that was broken off.
+    ValueError: a log is missing, or holds not even the start."""
     name = Path(model).name
 
     def side(engine: str) -> dict[str, Any]:
-        lines = (folder / log_name(name, engine, cold)).read_text().splitlines()
-        return {row["case"]: row for row in map(json.loads, lines_of_rows(lines))}
+        path = folder / log_name(name, engine, cold)
+        try:
+            lines = path.read_text(errors="replace").splitlines()
+        except OSError as error:
+            raise ValueError(
+                f"{path}: cannot be read ({error.strerror}); name the folder of the logs with --logs and the model "
+                "with -m, or leave out --from-logs to measure"
+            ) from None
+        rows = {row["case"]: row for row in map(_row_of, lines_of_rows(lines)) if row is not None}
+        if "start" not in rows or (engine != "headrace" and "name" not in rows["start"]):
+            raise ValueError(f"{path}: has no row of the start, so it is no whole log; measure again")
+        return rows
 
     ours, theirs = side("headrace"), side(peer) if peer else {}
     known = [case for case in chosen_cases(Setup(model)) if case.name in ours or case.name in theirs]
     complete = [case for case in known if case.name in ours and (case.name in theirs or not peer)]
     missing = [case.name for case in known if case not in complete]
     return table(name, complete, ours, theirs, cold), missing
+
+
+def _row_of(line: str) -> dict[str, Any] | None:
+    """The row that a line of a log holds; None of a line that was cut off, whose case is missing then."""
+    try:
+        row = json.loads(line)
+        sound = isinstance(row["case"], str) and isinstance(row["value"], int | float)
+        return row if sound and (row["case"] == "start" or isinstance(row["values"], list)) else None
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def lines_of_rows(lines: Sequence[str]) -> list[str]:
@@ -252,9 +283,7 @@ def write_table(path: Path, rows: list[Row], missing: Sequence[str] = ()) -> Non
 def tune_model(model: str | None, say: Callable[[str], None]) -> Path:
     """Measure a model's products on this GPU (tiles.py); returns the file that later starts read. ValueError: there
     is no GPU to measure on."""
-    reason = unavailable_reason()
-    if reason is not None:
-        raise ValueError(f"tiles are measured on a GPU: {reason}")
+    need_gpu("tiles are measured on a GPU")
     import torch
 
     from headrace.bench.tiles import Measured, tune

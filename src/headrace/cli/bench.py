@@ -167,7 +167,7 @@ def tiles(arguments: argparse.Namespace) -> int:
 
 
 def _compare_on_gpu(arguments: argparse.Namespace) -> int:
-    from headrace.bench.gpu import Setup, compare_on_gpu, table_of_logs, write_table
+    from headrace.bench.gpu import Setup, compare_on_gpu, need_gpu, table_of_logs, write_table
 
     pythons = arguments.peer_python or [sys.executable]
     setup = Setup(
@@ -184,6 +184,7 @@ def _compare_on_gpu(arguments: argparse.Namespace) -> int:
     if arguments.from_logs:
         rows, missing = table_of_logs(setup.model, logs, setup.peer, setup.cold)
     else:
+        need_gpu("--vs compares on a GPU")
         rows = compare_on_gpu(setup, logs, tell=lambda text: print(f"[{text}]", file=sys.stderr))
     for row in rows:
         print(row.line())

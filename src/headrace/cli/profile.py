@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from headrace.cli.options import add_engine_options, engine_args
 
@@ -28,7 +29,9 @@ def profile(arguments: argparse.Namespace) -> int:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
     from headrace.bench.measure import random_prompts, run_batch
     from headrace.frontend.llm import LLM
+    from headrace.frontend.profiling import make_folder
 
+    make_folder(Path(arguments.output))  # what is wrong with it is said before a model is loaded
     with LLM.from_args(engine_args(arguments)) as llm:
         prompts = random_prompts(llm.engine.spec.vocab_size, arguments.batch_size, arguments.prompt_len)
         for _ in range(2):  # compilers, caches and graphs have done their work then

@@ -9,6 +9,7 @@ from __future__ import annotations
 import cProfile
 import io
 import pstats
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from os import PathLike
@@ -23,13 +24,23 @@ TRACE, CALLS, STEPS = "trace.json", "calls.txt", "steps.jsonl"
 _ROWS = 25
 
 
+def make_folder(folder: Path) -> None:
+    """The folder for a profile. OSError says which folder cannot be written, and what to do."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise OSError(f"no profile can be written into {folder}: {error.strerror}; name another folder") from None
+
+
 @contextmanager
 def profiled(engine: Engine, folder: str | PathLike[str]) -> Iterator[list[str]]:
     """Profile what happens inside the block, at any time of an engine's life. Afterwards `folder` has a trace or a
     table of calls, and the steps' records; the list that is yielded has lines to print. OSError: it cannot be written.
     """
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     ledger, lines = engine.ledger, list[str]()
     before = ledger.totals.steps
     on_gpu = engine.config.device != "cpu"
