@@ -222,7 +222,10 @@ def _speculative(value: Any) -> dict[str, Any]:
         if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MOST_DRAFTS:
             raise BodyError(f"speculative: num_tokens must be an integer from 1 to {MOST_DRAFTS}", "speculative")
         changes["draft_tokens"] = count
-    if _flag(value, "off", False):
+    off = value.get("off")
+    if off is not None and not isinstance(off, bool):
+        raise BodyError(f"speculative: off must be true or false, not {_kind(off)}", "speculative")
+    if off:
         changes["draft_tokens"] = 0
     return changes
 
