@@ -39,7 +39,7 @@ def open_draft(name: str | None, speculate: str, target: LoadedCheckpoint) -> Dr
                 if speculate == "eagle":
                     raise
                 # nobody asked for this very head, and texts are the same without it
-                _log.warning("the draft heads that come with Headrace for %s are left out: %s", target.name, error)
+                _log.warning("headrace: the draft heads that come for %s are left out: %s", target.name, error)
     return _own_module(speculate, target) if name is None else _opened(name)
 
 

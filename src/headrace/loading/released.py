@@ -22,7 +22,7 @@ def released_heads(name: str, num_bytes: int) -> Path | None:
             try:
                 said = read_json(facts)
             except CheckpointError as error:  # heads of one model must not keep another from running
-                _log.warning("draft heads in %s are left out: %s", facts.parent, error)
+                _log.warning("headrace: draft heads in %s are left out: %s", facts.parent, error)
                 continue
             if (said.get("model"), said.get("model_bytes")) == (name, num_bytes):
                 return facts.parent
