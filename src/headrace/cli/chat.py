@@ -42,7 +42,10 @@ def chat(arguments: argparse.Namespace) -> int:
     from headrace.frontend.llm import LLM
 
     with LLM.from_args(engine_args(arguments)) as llm:
-        conversation = Conversation(llm, sampling_params(arguments, llm.default_params), arguments.system)
+        recommended = llm.default_params
+        if not hasattr(arguments, "model"):  # its file does not hold what its authors recommend
+            recommended = recommended.with_(temperature=0.2, top_p=0.9)
+        conversation = Conversation(llm, sampling_params(arguments, recommended), arguments.system)
         print(f"{llm.engine.checkpoint.name}; /help for commands", file=sys.stderr)
         return conversation.loop(_read)
 

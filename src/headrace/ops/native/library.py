@@ -89,7 +89,9 @@ def open_library(file: Path, path: str = "") -> Library:
     for name, (result, arguments) in _SIGNATURES.items():
         functions[name].restype, functions[name].argtypes = result, arguments
     if functions["abi"]() != ABI:
-        raise NativeError(f"{file} was built for another version of Headrace", REMEDY)
+        raise NativeError(
+            f"{file} was built for another version of Headrace", "install Headrace again (in a clone: make demo)"
+        )
     chosen = functions["select_path"](path.encode())
     if chosen is None:
         known = f"one of {', '.join(PATHS)}" if path not in (*PATHS, EMULATED) else "something this processor can run"
