@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
+import json
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -17,14 +16,19 @@ SOURCES = ROOT / "src/headrace/ops/native/csrc"
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 
-@pytest.fixture(scope="module")
-def builder() -> ModuleType:
-    """setup.py as a module."""
-    spec = importlib.util.spec_from_file_location("headrace_setup", ROOT / "setup.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+# setuptools wants to be the first to import distutils, so setup.py is read by processes of their own
+READ_SETUP = """
+import importlib.util, json, pathlib, sys
+spec = importlib.util.spec_from_file_location("headrace_setup", "setup.py")
+setup = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(setup)
+"""
+
+
+def with_setup(code: str, *arguments: str) -> str:
+    """What lines of Python print that have setup.py as `setup` and `arguments` as sys.argv[1:]."""
+    command = [sys.executable, "-c", READ_SETUP + code, *arguments]
+    return subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
 def test_source_files_stay_small() -> None:
@@ -49,10 +53,12 @@ def test_installs_without_a_compiler(tmp_path: Path) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("source", ["path_avx2", "path_avx512", "path_amx", "path_amx_emulated"])
-def test_a_compiler_that_does_not_know_a_path_leaves_it_out(builder: ModuleType, source: str) -> None:
+def test_a_compiler_that_does_not_know_a_path_leaves_it_out(source: str) -> None:
     """It is asked for its flags first; without them the file says that the path is not there."""
-    assert builder._takes(["g++"], ["-O1"]) and not builder._takes(["g++"], ["-mno-such-instructions"])
-    command = ["g++", *builder.COMMON, "-fsyntax-only", str(SOURCES / f"{source}.cpp")]
+    asked = 'print(json.dumps([setup._takes(["g++"], [flag]) for flag in ("-O1", "-mno-such-instructions")]))'
+    assert json.loads(with_setup(asked)) == [True, False]
+    common = json.loads(with_setup("print(json.dumps(setup.COMMON))"))
+    command = ["g++", *common, "-fsyntax-only", str(SOURCES / f"{source}.cpp")]
     subprocess.run(command, check=True)
 
 
@@ -114,15 +120,11 @@ SANITIZED = (
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SANITIZERS)
-def test_the_kernels_under_sanitizers(tmp_path: Path, builder: ModuleType, name: str) -> None:
+def test_the_kernels_under_sanitizers(tmp_path: Path, name: str) -> None:
     flags, runtime, options = SANITIZERS[name]
     library = tmp_path / "libheadrace.so"
-    before = Path.cwd()
-    os.chdir(ROOT)
-    try:
-        builder.build_library(library, tmp_path / "objects", (*flags, "-O1", "-g1"))
-    finally:
-        os.chdir(before)
+    build = "setup.build_library(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), tuple(sys.argv[3:]))"
+    with_setup(build, str(library), str(tmp_path / "objects"), *flags, "-O1", "-g1")
     found = subprocess.run(["g++", f"-print-file-name={runtime}"], capture_output=True, text=True, check=True)
     environment = {
         **os.environ,
