@@ -60,6 +60,7 @@ class TextFolder:
                     "give another --work folder, or delete this one"
                 )
         else:
+            path.mkdir(parents=True, exist_ok=True)
             stated.write_text(json.dumps(facts, indent=1), encoding="utf-8")
         self.texts = [text for shard in sorted(path.glob("texts-*.npz")) for text in _read(shard)]
         self._waiting: list[Text] = []
