@@ -28,9 +28,22 @@ def test_products_of_any_number_of_tokens(random, dtype, tolerance, tokens, part
     torch.testing.assert_close(found.float(), want, rtol=tolerance, atol=tolerance * 16)
 
 
+@pytest.mark.parametrize("inner", [576, 896, 4096, 4864, 14336])
+def test_parts_end_at_the_same_element_for_any_number_of_tokens(monkeypatch, inner):
+    monkeypatch.setattr(skinny, "INTERPRETED", False)
+    for function in (skinny.choose_tile, skinny.invariant_tile):
+        function.cache_clear()
+    try:
+        tiles = [skinny.invariant_tile(tokens, 896, inner, True) for tokens in (1, 17, 64, 65, 1000)]
+    finally:
+        for function in (skinny.choose_tile, skinny.invariant_tile):
+            function.cache_clear()
+    assert len({(tile.split, tile.inner) for tile in tiles}) == 1
+
+
 @real
 @pytest.mark.parametrize("parts", [False, True])
-@pytest.mark.parametrize("shape", [(6144, 4096), (4096, 14336), (576, 576), (49152, 576)])
+@pytest.mark.parametrize("shape", [(896, 896), (6144, 4096), (4096, 14336), (576, 576), (49152, 576)])
 def test_a_token_has_the_same_bits_in_every_product(random, shape, parts):
     rows, inner = shape
     x, weight = random(300, inner).bfloat16(), random(rows, inner).bfloat16()

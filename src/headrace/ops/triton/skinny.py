@@ -143,9 +143,11 @@ def invariant_tile(tokens: int, rows: int, inner: int, can_split: bool) -> Tile:
     """A tile that adds up every element in one order, however many tokens there are: the parts of the inner dimension
     are those of a single token, and inside a part the matrix unit goes from the first element to the last."""
     split = choose_tile(16, rows, inner, can_split).split
+    step = _inner_step(inner // split, 64)  # one for all: where a part ends depends on it
     if INTERPRETED or tokens <= MAX_TOKENS:
-        return replace(choose_tile(power_of_two(min(tokens, MAX_TOKENS), 16), rows, inner, False), split=split)
-    return Tile(128, _inner_step(inner // split, 64), split, 3, 8, tokens=128)
+        width = power_of_two(min(tokens, MAX_TOKENS), 16)
+        return replace(choose_tile(width, rows, inner, False), inner=step, split=split)
+    return Tile(128, step, split, 3, 8, tokens=128)
 
 
 def _tile(inner: int, split: int) -> Tile:
