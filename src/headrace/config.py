@@ -162,8 +162,6 @@ class EngineArgs:
             raise ConfigError("num_draft_tokens needs a way to draft; give speculate=auto too")
         if self.draft_tree and self.speculate in ("off", "synthetic"):
             raise ConfigError("draft_tree is of drafts; give speculate=auto, or another way to draft, too")
-        if self.draft_tree and self.verify == "residual":
-            raise ConfigError("verify=residual judges chains of drafts; leave out draft_tree or verify")
         rate = self.synthetic_acceptance
         if (self.speculate == "synthetic") != (rate is not None):
             raise ConfigError("speculate=synthetic and synthetic_acceptance (0 to 1) are given together or not at all")

@@ -14,18 +14,20 @@ from headrace import ops
 from headrace.ops.noise import philox
 from headrace.ops.xp import Array
 from headrace.sampling.sampler import Sampler
-from headrace.sampling.state import SamplingBatch
+from headrace.sampling.state import SamplingBatch, TreeRows
 
 DRAFT_STREAM = 1  # noise that drafts are drawn with here: not that of the tokens which take their place
 _COIN = 1  # the last word of a counter; that of token noise is 0
 _MASK = 0xFFFFFFFF
 
 
-def coins(batch: SamplingBatch, index: np.ndarray) -> np.ndarray:
-    """Uniform numbers in (0, 1), float64 [N], of (seed, choice, position) at places `index` of the batch."""
+def coins(batch: SamplingBatch, index: np.ndarray, turn: np.ndarray | int = 0) -> np.ndarray:
+    """Uniform numbers in (0, 1), float64 [N], of (seed, choice, position, turn) at places `index` of the batch; `turn`
+    counts those of one position."""
     rows = batch.rows[index]
     seeds, choices = batch.table.seed[rows], batch.table.choice[rows]
-    counter = (np.zeros_like(seeds), batch.positions[index].astype(np.int64), choices, np.full_like(seeds, _COIN))
+    turns = np.zeros_like(seeds) + turn
+    counter = (turns, batch.positions[index].astype(np.int64), choices, np.full_like(seeds, _COIN))
     word = philox(counter, (seeds & _MASK, (seeds >> 32) & _MASK))[0]
     return (word.astype(np.float64) + 0.5) / 2.0**32
 
@@ -37,6 +39,11 @@ class ResidualSampler(Sampler):
 
     Texts have the distribution that they have without drafts, but they are not the same texts. A draft of a look-up is
     certain (q is 1 there); of greedy rows p is.
+
+    In a tree the children of a node are candidates for one position (`accept_among`), the likeliest first, and the walk
+    goes on below the one that is accepted. Which nodes a tree has depends on their values, hence on their tokens; what
+    was kept of draws by such a rule is no draw any more. So nodes are certain here, whoever offers them: then the
+    result has the distribution p for every tree that was made without knowing the coins.
     """
 
     def judge(
@@ -68,7 +75,35 @@ class ResidualSampler(Sampler):
                 np.maximum(probs - drafted, 0.0, out=probs)
             if probs.any():  # else rounding has refused what is as likely as it was drawn: the plain draw will do
                 tokens[index] = _draw(probs, batch, index)
+        if batch.trees is not None:
+            _walk_trees(batch.trees, tokens, drawn, staged, batch)
         return tokens, agreed
+
+
+def _walk_trees(trees: TreeRows, tokens: np.ndarray, drawn: np.ndarray, staged: Array, batch: SamplingBatch) -> None:
+    """Judge the trees of rows that are not greedy, from their first rows down along what is accepted: writes the token
+    behind each row on the way into `tokens` [L]. Rows beside the way keep theirs, which nobody will read."""
+    below: dict[int, list[int]] = {}
+    turns: list[int] = []  # of the coins of children, as they come
+    children = np.flatnonzero(trees.parents >= 0)
+    for child, parent in zip(children.tolist(), trees.parents[children].tolist(), strict=True):
+        turns.append(len(below.setdefault(parent, [])))
+        below[parent].append(child)
+    parents = np.array(list(below), np.int64)
+    chances = dict(
+        zip(children.tolist(), coins(batch, trees.parents[children], np.array(turns, np.int64)).tolist(), strict=True)
+    )
+    counts = np.array([len(each) for each in below.values()], np.int64)
+    uniforms = dict(zip(below, coins(batch, parents, counts).tolist(), strict=True))
+    warm = batch.table.temperature[batch.rows] > 0
+    for first in np.flatnonzero((trees.parents == -1) & warm).tolist():
+        at: int | None = first
+        while at is not None and drawn[at] and at in below:
+            probs = distribution(np.asarray(staged[at], np.float64))
+            candidates = [int(trees.tokens[child]) for child in below[at]]
+            own = [chances[child] for child in below[at]]
+            accepted, tokens[at] = accept_among(probs, candidates, None, own, uniforms[at])
+            at = below[at][accepted] if accepted >= 0 else None
 
 
 class SyntheticSampler(Sampler):

@@ -87,13 +87,16 @@ class Sampler:
         scores[damaged] = xp.nan
         return chosen, scores, logits
 
-    def likeliest(self, staged: Array, batch: SamplingBatch, count: int) -> tuple[np.ndarray, np.ndarray]:
+    def likeliest(
+        self, staged: Array, batch: SamplingBatch, count: int, noise: bool = True
+    ) -> tuple[np.ndarray, np.ndarray]:
         """(tokens int64 [L, count], their shares float32 [L, count]), best first, of logits [L, V] after `draw`.
 
         A share is what the position's noise leaves of a token, softmax(logits + noise); the first is what `draw` chose.
+        Without `noise`: the probabilities themselves.
         """
         scores = np.array(staged)
-        warm = np.flatnonzero(batch.table.temperature[batch.rows] > 0)
+        warm = np.flatnonzero((batch.table.temperature[batch.rows] > 0) & noise)
         if len(warm):
             scores[warm] += np.asarray(self._noise(batch, warm, scores.shape[1], np))
         rows, count = np.arange(len(scores)), min(count, scores.shape[1])

@@ -2,7 +2,8 @@
 
 Its tokens pass the same logits stages as the model's own and are drawn with the same noise of (seed, choice, position):
 where the two distributions are close the two draws are the same token, so drafts are accepted under sampling too. For
-residual verification (sampling/residual.py) they are drawn with noise of their own, and their distributions kept.
+residual verification (sampling/residual.py) they are drawn with noise of their own, and their distributions kept; nodes
+of trees are the likeliest tokens then.
 """
 
 from __future__ import annotations
@@ -120,10 +121,11 @@ class DraftModelProposer:
             logits = self._of_vocabulary(self.runner.step(at, positions))
             tokens, scores, staged = self._draw(logits, context, at, positions)
             drawn = np.isfinite(scores)  # else no token is allowed here: the draft ends before it
-            for place in drawn.nonzero()[0].tolist() if self._residual else ():
+            for place in drawn.nonzero()[0].tolist() if self._residual and not context.nodes else ():
                 probs[going[place]].append(distribution(staged[place]))
             if context.nodes:
-                best = self._sampler.likeliest(staged, self._batch(context, at, positions), _RANKS)
+                best = self._candidates(staged, self._batch(context, at, positions))
+                tokens = best[0][:, 0]
                 for index in drawn.nonzero()[0].tolist():
                     ranked[going[index]].append((best[0][index], best[1][index]))
             going = going[drawn]
@@ -185,7 +187,7 @@ class DraftModelProposer:
             paths = [growing[index].paths[node] for index, node in fresh]
             batch = self._batch(context, rows[owners], known[owners] + level - 1, paths)
             _, scores, staged = self._sampler.draw(self._of_vocabulary(logits), batch)
-            best = self._sampler.likeliest(staged, batch, _RANKS)
+            best = self._candidates(staged, batch)
             for place, (index, node) in enumerate(fresh):
                 if np.isfinite(np.asarray(scores)[place]):
                     growing[index].branch(node, best[0][place].tolist(), best[1][place].tolist())
@@ -201,6 +203,11 @@ class DraftModelProposer:
         for place, each in zip(chosen.tolist(), growing, strict=True):
             trees[place] = each.tree
         return packed(trees, context.nodes)
+
+    def _candidates(self, staged: Array, batch: SamplingBatch) -> tuple[np.ndarray, np.ndarray]:
+        """The best tokens of each row for nodes of a tree, and how likely each is to be accepted [R, _RANKS]. Residual
+        verification accepts with the model's probability, the other one what its noise favours."""
+        return self._sampler.likeliest(staged, batch, _RANKS, noise=not self._residual)
 
     def _draw(
         self, logits: Array, context: DraftContext, rows: np.ndarray, positions: np.ndarray
