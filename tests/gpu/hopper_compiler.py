@@ -91,6 +91,7 @@ def main() -> None:
     limits = {"max_model_len": 256, "max_num_batched_tokens": 128, "max_num_seqs": 8, "kv_cache": "4MiB"}
     with LLM(sys.argv[1], device="cuda", **limits, **options) as llm:
         llm.generate([list(range(40)), [1, 2, 3]], params)
+        llm.generate([[4, 5, 6]], params[:1])  # a short span, alone
     print(f"compiled {len(seen)} variants")
 
 

@@ -13,12 +13,14 @@ from headrace.ops.triton.decode import FUSED_ROWS, DecodeSpace, Projected, decod
 from headrace.ops.triton.paged import HeadShape, PagedRows, Scores
 from headrace.ops.triton.prefill import prefill_attention
 from headrace.ops.triton.rotate import HeadNorms, rotate_and_write
-from headrace.ops.triton.runtime import INTERPRETED, RUNTIME
+from headrace.ops.triton.runtime import INTERPRETED, RUNTIME, num_processors
+from headrace.ops.triton.spans import MOST_QUERIES, WAVES, SpanSpace, span_attention
 from headrace.ops.xp import Array
 
 NEVER = 2**31 - 1
 LONGEST = 1 << 20  # keys of a row, where nobody says
 ALONE_FROM = 768  # tokens of a prompt without a prefix from which the library's attention is faster, copies included
+SPLIT_BELOW = 2  # short spans have their contexts split where a processor would have fewer programs than this
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ class TritonMeta:
     alone: tuple[tuple[int, int], ...]  # tokens from .. to of long spans that see nothing but themselves
     fused: bool  # spans of one token take rotation and cache writes upon themselves
     space: DecodeSpace
+    short: SpanSpace | None = None  # all spans are short, and their contexts are split
+    tree: tuple[torch.Tensor, torch.Tensor] | None = None  # as span_attention takes it
 
 
 class TritonAttention:
@@ -45,16 +49,33 @@ class TritonAttention:
     def __init__(self, block_size: int):
         self.block_size = block_size
         self._spaces: list[DecodeSpace] = []
+        self._short_spaces: list[SpanSpace] = []
 
     def reserve(
-        self, groups: tuple[KVGroup, ...], num_heads: int, max_rows: int, device: torch.device, max_len: int = LONGEST
+        self,
+        groups: tuple[KVGroup, ...],
+        num_heads: int,
+        max_rows: int,
+        device: torch.device,
+        max_len: int = LONGEST,
+        most_queries: int = 0,
     ) -> None:
-        """Take the memory of split decoding, once, before the first step."""
-        self._spaces = [
-            DecodeSpace.create(max_rows, HeadShape(num_heads, group.num_kv_heads, group.head_dim), device, max_len)
-            for group in groups
-        ]
+        """Take the memory of split decoding, once, before the first step. `most_queries`: tokens of the short spans
+        that steps of drafts have at most, 0 if there are none."""
+        shapes = [HeadShape(num_heads, group.num_kv_heads, group.head_dim) for group in groups]
+        self._spaces = [DecodeSpace.create(max_rows, shape, device, max_len) for shape in shapes]
+        if 0 < most_queries <= MOST_QUERIES and not RUNTIME.invariant:
+            # one more, for the padding
+            rows = max_rows + 1
+            self._short_spaces = [SpanSpace.create(rows, most_queries, shape, device, max_len) for shape in shapes]
         self._num_heads = num_heads
+
+    def _short_space(self, batch: Any, group: int, spec: KVGroup) -> SpanSpace | None:
+        """Where a step of short spans is to be split: known from the number of its spans alone, as graphs must be."""
+        if not batch.most_queries or not self._short_spaces:
+            return None
+        few = batch.spans.rows.shape[0] * spec.num_kv_heads < SPLIT_BELOW * num_processors()
+        return self._short_spaces[group] if few or batch.ancestors is not None else None
 
     @staticmethod
     def alone_from(layers: list[LayerAttention], dtype: torch.dtype) -> int:
@@ -70,8 +91,13 @@ class TritonAttention:
         paged = PagedRows(
             batch.block_tables[group], spans.rows, spans.query_start, spans.seq_lens, batch.num_decode_rows
         )
+        shape = HeadShape(self._num_heads, spec.num_kv_heads, spec.head_dim)
+        if (short := self._short_space(batch, group, spec)) is not None:
+            paged = replace(paged, num_rows=spans.num_rows)
+            plan_items(paged, shape, spec.window or 0, short, WAVES)
+            tree = None if batch.ancestors is None else (batch.ancestors, spans.positions)
+            return TritonMeta(paged, spans.slots[group], 0, None, (), False, self._spaces[group], short, tree)
         if decodes:
-            shape = HeadShape(self._num_heads, spec.num_kv_heads, spec.head_dim)
             first = replace(paged, rows=spans.rows[:decodes])
             plan_items(first, shape, spec.window or 0, self._spaces[group])
         fused = decodes <= FUSED_ROWS and not batch.mixed and not RUNTIME.invariant
@@ -113,6 +139,8 @@ class TritonAttention:
         )  # fmt: skip
         if decodes and not meta.fused:
             decode_attention(q, cache, first, shape, scores, meta.space, out)
+        if meta.short is not None:
+            span_attention(q, cache, meta.paged, shape, scores, meta.short, out, meta.tree)
         if meta.tiles is not None:
             prefill_attention(q, cache, meta.paged, meta.tiles, shape, scores, out)
         if keys is not None:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from headrace.core.plan import StepPlan
+from headrace.ops.triton.runtime import RUNTIME
 from headrace.ops.triton.step import Lines, StepSpans
 from headrace.worker.device_table import DeviceTable
 from headrace.worker.graphs import GraphKey
@@ -33,6 +34,8 @@ class DeviceBatch:
     longest: int  # tokens of the longest span
     alone: tuple[tuple[int, int], ...] = ()  # tokens from .. to of spans that the library's attention serves
     mixed: bool = False  # padded, and any span may have any length: only the GPU knows
+    most_queries: int = 0  # where all spans are short: tokens that each has at most
+    ancestors: torch.Tensor | None = None  # int64 [T], where spans are token trees: see ops/triton/spans.py
 
 
 class _Layout:
@@ -123,6 +126,7 @@ class DeviceBatchBuilder:
             tiles=(self._part("tile_span", num_tiles), self._part("tile_first", num_tiles)),
             longest=tokens,
             mixed=True,
+            most_queries=1 + self._most_drafts if key.short else 0,
         )
 
     def _spans(self, num_rows: int, num_tokens: int) -> StepSpans:
@@ -177,7 +181,8 @@ class DeviceBatchBuilder:
         parts["rows"][:count] = rows
         np.cumsum(lengths, out=starts[1 : count + 1])
         decodes = int(np.argmax(lengths != 1)) if (lengths != 1).any() else count
-        if key is not None and key.short:
+        short = self.is_short(plan) and not RUNTIME.invariant if key is None else key.short
+        if short:
             decodes = 0
         parts["counts"][:] = count, decodes
         parts["num_drafts"][:count] = np.where(drawn, plan.num_drafts, 0)
@@ -203,6 +208,7 @@ class DeviceBatchBuilder:
             tiles=(self._part("tile_span", len(tiles)), self._part("tile_first", len(tiles))) if tiles else None,
             longest=int(lengths.max()),
             alone=tuple((int(starts[span]), int(starts[span + 1])) for span in np.flatnonzero(alone)),
+            most_queries=1 + self._most_drafts if short else 0,
         )
 
     def _lines(self, plan: StepPlan, key: GraphKey | None, parts: dict[str, np.ndarray], drawn: np.ndarray) -> int:

@@ -76,7 +76,10 @@ class DeviceWorker:
             )
             assert isinstance(backend, TritonAttention)
             self.attention_backend = backend.name
-            backend.reserve(layout.groups, spec.num_heads, config.max_num_seqs, device, config.max_model_len)
+            most_queries = 1 + config.max_draft_tokens if config.proposers else 0
+            backend.reserve(
+                layout.groups, spec.num_heads, config.max_num_seqs, device, config.max_model_len, most_queries
+            )
             table = DeviceTable(
                 config.max_num_seqs, config.max_model_len, len(layout.groups), layout.block_size, device
             )

@@ -10,6 +10,7 @@ The new key and value never go through memory for the query that they came with,
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import triton
@@ -27,15 +28,16 @@ WAVES = 4
 MOST = 4096
 
 # words of an item's record: its span's row, token and number of keys; the item's first key and one past its last; the
-# first item of the span and how many those are
-ITEM = 8
+# first item of the span and how many those are; the queries of the span; where the item's part of the result lies
+ITEM = 9
+SPAN = 4  # words of a span's record: its token, its queries, where its first part lies, how many it has (0: one item)
 
 
 @kernel
 def _plan_items(
-    seq_lens, query_start, rows, num_rows, target, least, window, items, counts,
-    WIDTH: tl.constexpr, STEP: tl.constexpr, ITEM: tl.constexpr, MOST: tl.constexpr, SPLITS: tl.constexpr,
-    PDL: tl.constexpr,
+    seq_lens, query_start, rows, num_rows, target, least, window, items, counts, spans, most_rows,
+    WIDTH: tl.constexpr, STEP: tl.constexpr, ITEM: tl.constexpr, SPAN: tl.constexpr, MOST: tl.constexpr,
+    SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     span = tl.arange(0, WIDTH)
     if PDL:
@@ -44,10 +46,11 @@ def _plan_items(
     mask = span < tl.load(num_rows)
     length = tl.load(seq_lens + span, mask=mask, other=0)
     start = tl.load(query_start + span, mask=mask, other=0)
+    queries = tl.load(query_start + span + 1, mask=mask, other=0) - start
     row = tl.load(rows + span, mask=mask, other=0)
     begin = tl.zeros((WIDTH,), tl.int32)
-    if window > 0:
-        begin = tl.maximum(length - window, 0) // STEP * STEP
+    if window > 0:  # the first query sees the lowest key
+        begin = tl.maximum(length - queries + 1 - window, 0) // STEP * STEP
     seen = tl.where(mask, length - begin, 0)
     total = tl.sum(seen, axis=0)
     if SPLITS > 0:  # every row is cut as it would be alone
@@ -60,6 +63,8 @@ def _plan_items(
     number = tl.cdiv(seen, chunk)
     after = tl.cumsum(number, axis=0)
     before = after - number
+    parts = tl.where(number > 1, number, 0)
+    place = tl.cumsum(parts, axis=0) - parts
     most = tl.max(number, axis=0)
     for index in tl.range(0, most):
         first = begin + index * chunk
@@ -72,6 +77,13 @@ def _plan_items(
         tl.store(record + 4, tl.minimum(first + chunk, length), mask=real)
         tl.store(record + 5, before, mask=real)
         tl.store(record + 6, number, mask=real)
+        tl.store(record + 7, queries, mask=real)
+        tl.store(record + 8, place + index, mask=real)
+    kept = span < most_rows
+    tl.store(spans + span * SPAN, start, mask=kept)
+    tl.store(spans + span * SPAN + 1, queries, mask=kept)
+    tl.store(spans + span * SPAN + 2, place, mask=kept)
+    tl.store(spans + span * SPAN + 3, parts, mask=kept)
     tl.store(counts, tl.sum(number, axis=0))
 
 
@@ -249,9 +261,9 @@ def max_items(rows: int, shape: HeadShape, max_len: int) -> int:
     return rows + target_items(shape)
 
 
-def target_items(shape: HeadShape) -> int:
-    """Items that a step is cut into at most, beside one a row: so many that every processor has a few programs."""
-    return 8 if INTERPRETED else max(1, WAVES * num_processors() // shape.num_kv_heads)
+def target_items(shape: HeadShape, waves: int | None = None) -> int:
+    """Items that a step is cut into at most, beside one a row: so many that every processor has `waves` programs."""
+    return 8 if INTERPRETED else max(2, (waves or WAVES) * num_processors() // shape.num_kv_heads)
 
 
 @dataclass(frozen=True)
@@ -260,6 +272,7 @@ class DecodeSpace:
 
     items: torch.Tensor  # int32 [max items, ITEM]
     counts: torch.Tensor  # int32 [1]  items there are
+    spans: torch.Tensor  # int32 [max rows, SPAN]
     outputs: torch.Tensor  # float32 [max items, kv heads, TILE, WIDTH]
     norms: torch.Tensor  # float32 [max items, kv heads, TILE, 2]  highest score, sum of weights
     arrived: torch.Tensor  # int32 [max items, kv heads], zero between launches
@@ -272,6 +285,7 @@ class DecodeSpace:
         return cls(
             torch.zeros((most, ITEM), dtype=torch.int32, device=device),
             torch.zeros(1, dtype=torch.int32, device=device),
+            torch.zeros((max_rows, SPAN), dtype=torch.int32, device=device),
             torch.empty((most, kv_heads, tile, width), dtype=torch.float32, device=device),
             torch.empty((most, kv_heads, tile, 2), dtype=torch.float32, device=device),
             torch.zeros((most, kv_heads), dtype=torch.int32, device=device),
@@ -283,13 +297,26 @@ def _tile(shape: HeadShape) -> int:
     return power_of_two(shape.num_heads // shape.num_kv_heads, 16)
 
 
-def plan_items(paged: PagedRows, shape: HeadShape, window: int, space: DecodeSpace) -> None:
-    """Cut the contexts of `paged`, one token a row, into items; once a step and layer group."""
+class PlanSpace(Protocol):
+    """Where a plan's records go."""
+
+    @property
+    def items(self) -> torch.Tensor: ...
+
+    @property
+    def counts(self) -> torch.Tensor: ...
+
+    @property
+    def spans(self) -> torch.Tensor: ...
+
+
+def plan_items(paged: PagedRows, shape: HeadShape, window: int, space: PlanSpace, waves: int | None = None) -> None:
+    """Cut the contexts of `paged`, spans of few tokens, into items; once a step and layer group."""
     _plan_items[(1,)](
-        paged.seq_lens, paged.query_start, paged.rows, paged.num_rows, target_items(shape),
+        paged.seq_lens, paged.query_start, paged.rows, paged.num_rows, target_items(shape, waves),
         INVARIANT_LEAST if RUNTIME.invariant else LEAST, window,
-        space.items, space.counts,
-        WIDTH=power_of_two(paged.rows.shape[0], 16), STEP=STEP, ITEM=ITEM, MOST=MOST,
+        space.items, space.counts, space.spans, space.spans.shape[0],
+        WIDTH=power_of_two(paged.rows.shape[0], 16), STEP=STEP, ITEM=ITEM, SPAN=SPAN, MOST=MOST,
         SPLITS=INVARIANT_SPLITS if RUNTIME.invariant else 0, **launch_options(num_warps=4),
     )  # fmt: skip
 

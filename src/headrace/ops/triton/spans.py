@@ -1,0 +1,266 @@
+"""Attention of a few queries a row over head-major pages, with the context split: drafts that are verified.
+
+As in decode, a step's contexts are cut into items of one length (Flash-Decoding, Dao et al. 2023), so that a few long
+contexts fill the GPU. The queries of a span and the heads that share a key head are the rows of one tile; a query sees
+what lies before its span and, inside it, the tokens up to itself or, in a token tree, its ancestors. Items that are
+parts of a context leave their sums in memory, and a second kernel adds those up, in order, a token and key head each:
+with so many rows a tile, one program that adds up all parts would be what the step waits for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from headrace.ops.triton.decode import ITEM, MERGED, SPAN, STEP, max_items, target_items
+from headrace.ops.triton.paged import HeadShape, PagedRows, Scores
+from headrace.ops.triton.runtime import INTERPRETED, kernel, launch_options, power_of_two
+
+MOST_QUERIES = 64  # of a span: as many as a mask of ancestors has bits
+WAVES = 2  # programs for each processor that contexts are cut into: a tile has many rows, and so has each part
+
+
+@kernel
+def _spans(
+    q, key_pages, value_pages, out, block_tables, items, counts, part_out, part_norm, sinks, ancestors, positions,
+    table_stride, scale, cap, window,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
+    TILE: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, ITEM: tl.constexpr, STAGES: tl.constexpr,
+    TREE: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    item, head = tl.program_id(0), tl.program_id(1)
+    shared: tl.constexpr = HEADS // KV_HEADS
+    first_query = tl.program_id(2) * (TILE // shared)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    if item >= tl.load(counts):
+        return
+    record = items + item * ITEM
+    queries = tl.load(record + 7)
+    if first_query >= queries:
+        return
+    row = tl.load(record)
+    start = tl.load(record + 1).to(tl.int64)
+    length = tl.load(record + 2)
+    first = tl.load(record + 3)
+    last = tl.load(record + 4)
+    table = block_tables + row.to(tl.int64) * table_stride
+    lane = tl.arange(0, TILE)
+    query, mate = first_query + lane // shared, lane % shared
+    known = (query < queries) & (lane < TILE // shared * shared)
+    q_head = head * shared + mate
+    index = tl.arange(0, WIDTH)[None, :]
+    inside = known[:, None] & (index < DIM)
+    place = (start + query)[:, None] * (HEADS * DIM) + q_head[:, None] * DIM + index
+    tile = tl.load(q + place, mask=inside, other=0.0)
+    root = length - queries  # keys below it are seen by every query
+    position = root + query
+    if TREE:
+        allowed = tl.load(ancestors + start + query, mask=known, other=0)
+        position = tl.load(positions + start + query, mask=known, other=0)
+    best = tl.full((TILE,), float("-inf"), tl.float32)
+    norm = tl.zeros((TILE,), tl.float32)
+    sums = tl.zeros((TILE, WIDTH), tl.float32)
+    plain = first
+    if not WINDOW:
+        plain = first + tl.maximum(tl.minimum(last, root) - first, 0) // STEP * STEP
+    for at in tl.range(first, plain, STEP, num_stages=STAGES):
+        key = at + tl.arange(0, STEP)
+        block = tl.load(table + key // PAGE).to(tl.int64)
+        source = ((block * KV_HEADS + head) * PAGE + key % PAGE) * DIM
+        take = (index < DIM) & (key >= 0)[:, None]
+        keys = tl.load(key_pages + source[:, None] + index, mask=take, other=0.0)
+        values = tl.load(value_pages + source[:, None] + index, mask=take, other=0.0)
+        score = tl.dot(tile, tl.trans(keys), input_precision="ieee") * scale
+        if CAP:
+            score = cap * (2.0 / (1.0 + tl.exp(-2.0 * score / cap)) - 1.0)
+        score = score * 1.4426950408889634
+        higher = tl.maximum(best, tl.max(score, axis=1))
+        weight = tl.exp2(score - higher[:, None])
+        fade = tl.exp2(best - higher)
+        norm = norm * fade + tl.sum(weight, axis=1)
+        sums = sums * fade[:, None]
+        sums = tl.dot(weight.to(values.dtype), values, sums, input_precision="ieee")
+        best = higher
+    for at in tl.range(plain, last, STEP):
+        key = at + tl.arange(0, STEP)
+        real = key < last
+        block = tl.load(table + key // PAGE, mask=real, other=0).to(tl.int64)
+        source = ((block * KV_HEADS + head) * PAGE + key % PAGE) * DIM
+        take = real[:, None] & (index < DIM)
+        keys = tl.load(key_pages + source[:, None] + index, mask=take, other=0.0)
+        values = tl.load(value_pages + source[:, None] + index, mask=take, other=0.0)
+        score = tl.dot(tile, tl.trans(keys), input_precision="ieee") * scale
+        if CAP:
+            score = cap * (2.0 / (1.0 + tl.exp(-2.0 * score / cap)) - 1.0)
+        if TREE:
+            node = tl.maximum(key - root, 0)
+            above = ((allowed[:, None] >> tl.minimum(node, 63)[None, :].to(tl.int64)) & 1) != 0
+            seen = real[None, :] & ((key < root)[None, :] | above)
+            key_position = tl.load(positions + start + node, mask=real & (key >= root), other=0)
+            key_position = tl.where(key < root, key, key_position)
+        else:
+            seen = real[None, :] & (key[None, :] <= position[:, None])
+            key_position = key
+        if WINDOW:
+            seen = seen & (key_position[None, :] > position[:, None] - window)
+        score = tl.where(seen, score * 1.4426950408889634, float("-inf"))
+        higher = tl.maximum(best, tl.max(score, axis=1))
+        safe = tl.where(higher == float("-inf"), 0.0, higher)
+        weight = tl.exp2(score - safe[:, None])
+        fade = tl.exp2(best - safe)
+        norm = norm * fade + tl.sum(weight, axis=1)
+        sums = sums * fade[:, None]
+        sums = tl.dot(weight.to(values.dtype), values, sums, input_precision="ieee")
+        best = higher
+    if tl.load(record + 6) == 1:
+        if SINKS:
+            sink = tl.load(sinks + q_head, mask=known, other=0.0) * 1.4426950408889634
+            norm += tl.exp2(sink - tl.where(best == float("-inf"), 0.0, best))
+        result = sums / tl.where(norm == 0.0, 1.0, norm)[:, None]
+        tl.store(out + place, result.to(out.dtype.element_ty), mask=inside)
+    else:
+        home = (tl.load(record + 8).to(tl.int64) * KV_HEADS + head) * ROWS + first_query * shared + lane
+        tl.store(part_out + home[:, None] * WIDTH + index, sums, mask=known[:, None])
+        tl.store(part_norm + home * 2, best, mask=known)
+        tl.store(part_norm + home * 2 + 1, norm, mask=known)
+
+
+@kernel
+def _merge(
+    part_out, part_norm, spans, sinks, out,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    MATES: tl.constexpr, MERGE: tl.constexpr, SPAN: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    span, query, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    shared: tl.constexpr = HEADS // KV_HEADS
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    record = spans + span * SPAN
+    num_parts = tl.load(record + 3)
+    if (num_parts == 0) | (query >= tl.load(record + 1)):
+        return
+    token = (tl.load(record) + query).to(tl.int64)
+    index = tl.arange(0, WIDTH)[None, :]
+    merged = tl.arange(0, MERGE * MATES)
+    which, mate = merged // MATES, merged % MATES
+    top = tl.full((MATES,), float("-inf"), tl.float32)
+    whole = tl.zeros((MATES,), tl.float32)
+    result = tl.zeros((MATES, WIDTH), tl.float32)
+    first_part = tl.load(record + 2).to(tl.int64)
+    for one in tl.range(0, num_parts, MERGE):
+        part = ((first_part + one + which) * KV_HEADS + head) * ROWS + query * shared + mate
+        there = (mate < shared) & (one + which < num_parts)
+        part_best = tl.load(part_norm + part * 2, mask=there, other=float("-inf"))
+        part_sum = tl.load(part_norm + part * 2 + 1, mask=there, other=0.0)
+        values = tl.load(part_out + part[:, None] * WIDTH + index, mask=there[:, None], other=0.0)
+        higher = tl.maximum(top, tl.max(tl.reshape(part_best, (MERGE, MATES)), axis=0))
+        safe = tl.where(higher == float("-inf"), 0.0, higher)
+        fade = tl.exp2(top - safe)
+        shrink = tl.exp2(tl.reshape(part_best, (MERGE, MATES)) - safe[None, :])
+        whole = whole * fade + tl.sum(shrink * tl.reshape(part_sum, (MERGE, MATES)), axis=0)
+        result = result * fade[:, None]
+        result += tl.sum(shrink[:, :, None] * tl.reshape(values, (MERGE, MATES, WIDTH)), axis=0)
+        top = higher
+    few = tl.arange(0, MATES)
+    real = few < shared
+    if SINKS:
+        sink = tl.load(sinks + head * shared + few, mask=real, other=0.0) * 1.4426950408889634
+        whole += tl.exp2(sink - tl.where(top == float("-inf"), 0.0, top))
+    result = result / tl.where(whole == 0.0, 1.0, whole)[:, None]
+    place = out + token * (HEADS * DIM) + (head * shared + few)[:, None] * DIM + index
+    tl.store(place, result.to(out.dtype.element_ty), mask=real[:, None] & (index < DIM))
+
+
+@dataclass(frozen=True)
+class SpanSpace:
+    """Memory of split attention for up to `max_rows` spans of up to `most` tokens, shared by all layers of a group."""
+
+    items: torch.Tensor  # int32 [max items, ITEM]
+    counts: torch.Tensor  # int32 [1]  items there are
+    spans: torch.Tensor  # int32 [max rows, SPAN]
+    outputs: torch.Tensor  # float32 [max parts, kv heads, most * shared heads, WIDTH]
+    norms: torch.Tensor  # float32 [max parts, kv heads, most * shared heads, 2]  highest score, sum of weights
+    most: int
+    max_len: int  # keys of a row at most
+
+    @classmethod
+    def create(
+        cls, max_rows: int, most: int, shape: HeadShape, device: torch.device, max_len: int = 1 << 20
+    ) -> SpanSpace:
+        """ValueError: spans of so many tokens have no room in a mask of ancestors."""
+        if not 1 <= most <= MOST_QUERIES:
+            raise ValueError(f"spans of {most} tokens; give 1 to {MOST_QUERIES}")
+        kv_heads, width = shape.num_kv_heads, power_of_two(shape.head_dim, 16)
+        queries = most * (shape.num_heads // kv_heads)
+        items = max_items(max_rows, shape, max_len)
+        # a context of several items has fewer than twice the items that its share of all keys stands for
+        parts = min(items, 2 * target_items(shape, WAVES))
+        return cls(
+            torch.zeros((items, ITEM), dtype=torch.int32, device=device),
+            torch.zeros(1, dtype=torch.int32, device=device),
+            torch.zeros((max_rows, SPAN), dtype=torch.int32, device=device),
+            torch.empty((parts, kv_heads, queries, width), dtype=torch.float32, device=device),
+            torch.empty((parts, kv_heads, queries, 2), dtype=torch.float32, device=device),
+            most,
+            max_len,
+        )
+
+
+def span_tile(shape: HeadShape, most: int) -> int:
+    """Rows of a tile of `span_attention`: queries of a span of up to `most` tokens, times the heads that share a key
+    head; a span with more has several tiles."""
+    shared = shape.num_heads // shape.num_kv_heads
+    return max(power_of_two(shared, 16), min(power_of_two(most * shared, 16), 128 if shape.head_dim <= 128 else 64))
+
+
+def _pipeline(tile: int, width: int, key_bytes: int) -> tuple[int, int, int]:
+    """(keys at a time, warps, pipeline stages): the block numbers of keys come a stage before them, so 2n + 1 stages
+    hold n tiles of keys and values."""
+    step = STEP if INTERPRETED or width * key_bytes <= 128 else STEP // 2
+    tiles = max(1, min(3, (160 << 10) // (2 * step * width * key_bytes)))
+    return step, 8 if tile * width > 4096 else 4, 2 * tiles + 1
+
+
+def span_attention(
+    q: torch.Tensor,
+    cache: tuple[torch.Tensor, torch.Tensor],
+    paged: PagedRows,
+    shape: HeadShape,
+    scores: Scores,
+    space: SpanSpace,
+    out: torch.Tensor,
+    tree: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> None:
+    """Attention of spans of up to `space.most` tokens whose keys and values are in their pages: q and out [T, heads *
+    D]; `space` as `plan_items` left it, asked for WAVES.
+
+    `tree`, where spans are token trees: (int64 [T], int32 [T]): bit i of a token's mask is set where it sees token i of
+    its span, itself included (of a chain: the lowest bits up to its own); and each token's position, which in a tree
+    is that of the span's first token plus its depth (the mask as in SpecInfer, Miao et al. 2024, section 4.2).
+    """
+    key_pages, value_pages = cache
+    shared = shape.num_heads // shape.num_kv_heads
+    width, tile, count = power_of_two(shape.head_dim, 16), span_tile(shape, space.most), paged.rows.shape[0]
+    step, warps, stages = _pipeline(tile, width, key_pages.element_size())
+    rows, sinks = space.outputs.shape[2], q if scores.sinks is None else scores.sinks
+    _spans[(max_items(count, shape, space.max_len), shape.num_kv_heads, triton.cdiv(space.most, tile // shared))](
+        q, key_pages, value_pages, out, paged.block_tables, space.items, space.counts, space.outputs, space.norms,
+        sinks, *(tree or (paged.rows, paged.rows)), paged.block_tables.stride(0), scores.scale,
+        scores.soft_cap or 1.0, scores.window,
+        HEADS=shape.num_heads, KV_HEADS=shape.num_kv_heads, DIM=shape.head_dim, WIDTH=width, PAGE=key_pages.shape[2],
+        TILE=tile, ROWS=rows, STEP=step, ITEM=ITEM, STAGES=stages, TREE=tree is not None,
+        CAP=scores.soft_cap is not None, WINDOW=scores.window > 0, SINKS=scores.sinks is not None,
+        **launch_options(warps, stages),
+    )  # fmt: skip
+    mates = power_of_two(shared)
+    _merge[(count, space.most, shape.num_kv_heads)](
+        space.outputs, space.norms, space.spans, sinks, out,
+        HEADS=shape.num_heads, KV_HEADS=shape.num_kv_heads, DIM=shape.head_dim, WIDTH=width, ROWS=rows, MATES=mates,
+        MERGE=max(1, MERGED // (mates * width)), SPAN=SPAN, SINKS=scores.sinks is not None, **launch_options(4),
+    )  # fmt: skip
