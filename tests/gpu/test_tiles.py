@@ -1,15 +1,18 @@
 """Tables of measured tiles: read, merged, taken by products, and made by `headrace bench tiles`."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
+from headrace import ops
 from headrace.bench import tiles
 from headrace.cli.main import main
 from headrace.ops.triton import skinny, tile_table
 from headrace.ops.triton.runtime import INTERPRETED
 from headrace.ops.triton.tile_table import Product, Tile, read_tiles, write_tiles
+from headrace.quant.dense import DenseLinear, DenseMatrix
 
 SHAPE = Product("parts", 16, 96, 128)
 
@@ -70,6 +73,32 @@ def test_every_candidate_computes_the_product(device, monkeypatch):
             out = skinny.skinny_linear(x.bfloat16(), weight.bfloat16(), None, torch.bfloat16, True, tile)
             out = out.sum(0) if out.ndim == 3 else out
             torch.testing.assert_close(out.float(), x @ weight.T, rtol=3e-2, atol=0.5)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="on a GPU the table is this GPU's")
+@pytest.mark.parametrize("tokens", [65, 128])
+def test_many_tokens_are_multiplied_by_a_tile_that_was_measured(device, tokens, monkeypatch):
+    tile = Tile(64, 64, 2, 4, 4, 128)
+    parts, plain = Product("parts", 128, 96, 128), Product("plain", 128, 96, 128)
+    gated = Product("gated", 128, 96, 128)
+    table = {parts: tile, plain: replace(tile, split=1), gated: replace(tile, split=1)}
+    skinny.wide_tile.cache_clear()
+    monkeypatch.setattr(skinny, "measured_tiles", lambda: table)
+    method = DenseLinear(device, torch.float16)
+    x = torch.randn(tokens, 128, device=device).half()
+    weight, both = torch.randn(96, 128, device=device).half(), torch.randn(192, 128, device=device).half()
+    try:
+        made = method.apply_partial(DenseMatrix(weight), x, None)
+        assert made.shape == (2, tokens, 96)
+        torch.testing.assert_close(made.sum(0), x.float() @ weight.float().T, rtol=1e-3, atol=0.05)
+        whole = method.apply(DenseMatrix(weight), x, None)
+        torch.testing.assert_close(whole.float(), x.float() @ weight.float().T, rtol=1e-2, atol=0.1)
+        gate, up = (x.float() @ both.float().T).chunk(2, dim=1)
+        activated = method.apply_gated(DenseMatrix(both), x, None, ops.silu_mul)
+        torch.testing.assert_close(activated.float(), torch.nn.functional.silu(gate) * up, rtol=1e-2, atol=0.5)
+        assert skinny.wide_tile(64, 96, 128, "parts") is None and skinny.wide_tile(129, 96, 128, "parts") is None
+    finally:
+        skinny.wide_tile.cache_clear()
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="there is a GPU here")

@@ -291,7 +291,7 @@ def tune_model(model: str | None, say: Callable[[str], None]) -> Path:
     def tell(measured: Measured) -> None:
         product, tile = measured.product, measured.tile
         gain = f"{measured.before:8.1f} us, best {measured.best:8.1f} us"
-        cut = f"{tile.rows} x {tile.inner}, {tile.split} parts, {tile.stages} stages"
+        cut = f"{tile.rows} x {tile.inner}, {tile.split} parts, {tile.stages} stages" if tile else "the library's"
         say(f"{product.kind:6} {product.tokens:3} x {product.rows} x {product.inner}: {gain} ({cut})")
 
     spec = open_checkpoint(resolve_model(model)).spec

@@ -12,7 +12,7 @@ from headrace.layers.weights import WeightSource
 from headrace.ops.registry import Op
 from headrace.ops.triton import pointwise
 from headrace.ops.triton.runtime import RUNTIME
-from headrace.ops.triton.skinny import MAX_TOKENS, invariant_tile, skinny_gated, skinny_linear
+from headrace.ops.triton.skinny import MAX_TOKENS, invariant_tile, skinny_gated, skinny_linear, wide_tile
 from headrace.quant.base import LinearMethod
 
 
@@ -64,9 +64,13 @@ class DenseLinear:
     ) -> torch.Tensor:
         """activation(gate, up) [T, out / 2] of a merged gate and up."""
         kind = pointwise.KINDS.get(activation.name)
-        if kind is None or RUNTIME.invariant or not 0 < x.shape[0] <= self._max_skinny:
+        tokens, (rows, inner) = x.shape[0], weights.weight.shape
+        if kind is None or RUNTIME.invariant or not tokens or not self._max_skinny:
             return activation(self.apply(weights, x, bias))
-        return skinny_gated(x, weights.weight, bias, kind)
+        tile = wide_tile(tokens, rows // 2, inner, "gated")
+        if tokens > self._max_skinny and tile is None:
+            return activation(self.apply(weights, x, bias))
+        return skinny_gated(x, weights.weight, bias, kind, tile)
 
     def logits(self, weights: DenseMatrix, x: torch.Tensor) -> torch.Tensor:
         """As `apply`, float32: scores closer than the model's dtype can tell apart are kept apart."""
@@ -87,6 +91,8 @@ class DenseLinear:
             return skinny_linear(x, weight, bias, dtype, parts, invariant_tile(tokens, rows, inner, parts))
         if 0 < tokens <= self._max_skinny:
             return skinny_linear(x, weight, bias, dtype, parts)
+        if self._max_skinny and (tile := wide_tile(tokens, rows, inner, "parts" if parts else "plain")):
+            return skinny_linear(x, weight, bias, dtype, parts, tile)
         if dtype != weight.dtype and weight.is_cuda:
             return torch.mm(x, weight.T, out_dtype=dtype)
         if bias is not None:

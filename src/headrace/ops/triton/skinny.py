@@ -16,7 +16,17 @@ import triton.language as tl
 
 from headrace.ops.triton.pointwise import gated
 from headrace.ops.triton.runtime import INTERPRETED, kernel, launch_options, num_processors, power_of_two
-from headrace.ops.triton.tile_table import MAX_TOKENS, Product, Tile, measured_tiles
+from headrace.ops.triton.tile_table import MAX_TOKENS, WIDE_TOKENS, Product, Tile, measured_tiles
+
+LINE: tl.constexpr = tl.constexpr(64)  # elements of two bytes in a line of the cache
+
+
+@triton.jit
+def _into_cache(pointers):
+    """Ask for the lines at `pointers`; nobody waits for them."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @kernel
@@ -38,6 +48,9 @@ def _linear(
     inside = row[:, None] < rows
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+        if EVEN_ROWS and EVEN_INNER:  # the first tile of weights, which no kernel writes, while the one before ends
+            lines = (tl.arange(0, INNER // LINE) * LINE)[None, :]
+            _into_cache(weight + row[:, None].to(tl.int64) * inner + first + lines)
         tl.extra.cuda.gdc_wait()
     sums = tl.zeros((ROWS, TOKENS), tl.float32)
     for start in tl.range(first, last, INNER, num_stages=STAGES):
@@ -65,7 +78,7 @@ def _gated_linear(
     EVEN_ROWS: tl.constexpr, EVEN_INNER: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    token = tl.arange(0, TOKENS)
+    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     step = tl.arange(0, INNER)
     gate_weights = weight + row[:, None].to(tl.int64) * inner + step[None, :]
     up_weights = gate_weights + rows.to(tl.int64) * inner
@@ -74,6 +87,10 @@ def _gated_linear(
     inside = row[:, None] < rows
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+        if EVEN_ROWS and EVEN_INNER:  # as in _linear
+            lines = (tl.arange(0, INNER // LINE) * LINE)[None, :]
+            _into_cache(weight + row[:, None].to(tl.int64) * inner + lines)
+            _into_cache(weight + (row[:, None] + rows).to(tl.int64) * inner + lines)
         tl.extra.cuda.gdc_wait()
     gate = tl.zeros((ROWS, TOKENS), tl.float32)
     up = tl.zeros((ROWS, TOKENS), tl.float32)
@@ -139,6 +156,14 @@ def choose_gated_tile(tokens: int, rows: int, inner: int) -> Tile:
 
 
 @cache
+def wide_tile(tokens: int, rows: int, inner: int, kind: str) -> Tile | None:
+    """A tile for more than MAX_TOKENS tokens, where one was measured to beat the library's product of that `kind`."""
+    if not MAX_TOKENS < tokens <= WIDE_TOKENS:
+        return None
+    return measured_tiles().get(Product(kind, power_of_two(tokens), rows, inner))
+
+
+@cache
 def invariant_tile(tokens: int, rows: int, inner: int, can_split: bool) -> Tile:
     """A tile that adds up every element in one order, however many tokens there are: the parts of the inner dimension
     are those of a single token, and inside a part the matrix unit goes from the first element to the last."""
@@ -164,7 +189,7 @@ def skinny_linear(
     tile: Tile | None = None,
 ) -> torch.Tensor:
     """x [T, K] times weight [N, K] transposed, plus bias: `dtype` [T, N]; if `parts`, perhaps float32 [split, T, N]
-    whose sum over the first axis that is. Made for T <= 64."""
+    whose sum over the first axis that is. Made for T <= 64; for more with a tile that suits them."""
     tokens, (rows, inner) = x.shape[0], weight.shape
     tile = tile or choose_tile(power_of_two(min(tokens, MAX_TOKENS), 16), rows, inner, parts)
     width = power_of_two(min(tokens, tile.tokens), 16)
@@ -184,13 +209,14 @@ def skinny_linear(
 def skinny_gated(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, kind: int, tile: Tile | None = None
 ) -> torch.Tensor:
-    """activation(gate) * up [T, I] in x's dtype for x [T <= 64, K] and weight [2I, K] = gate above up."""
+    """activation(gate) * up [T, I] in x's dtype for x [T, K] and weight [2I, K] = gate above up. Made for T <= 64; for
+    more with a tile that suits them."""
     tokens, rows, inner = x.shape[0], weight.shape[0] // 2, weight.shape[1]
-    width = power_of_two(tokens, 16)
-    tile = tile or choose_gated_tile(width, rows, inner)
+    tile = tile or choose_gated_tile(power_of_two(tokens, 16), rows, inner)
+    width = power_of_two(min(tokens, tile.tokens), 16)
     stages = tile.stages if weight.element_size() <= 2 else 2
     out = torch.empty((tokens, rows), dtype=x.dtype, device=x.device)
-    _gated_linear[(triton.cdiv(rows, tile.rows),)](
+    _gated_linear[(triton.cdiv(rows, tile.rows), triton.cdiv(tokens, width))](
         weight, x, weight if bias is None else bias, out, tokens, rows, inner, x.stride(0), rows,
         ROWS=tile.rows, TOKENS=width, INNER=tile.inner, STAGES=stages, KIND=kind,
         EVEN_ROWS=rows % tile.rows == 0, EVEN_INNER=inner % tile.inner == 0, BIAS=bias is not None,

@@ -16,7 +16,8 @@ import torch
 
 from headrace.ops.triton.runtime import INTERPRETED
 
-MAX_TOKENS = 64  # of the products that the table is about
+MAX_TOKENS = 64  # of products that are always ours; of more tokens those are that the table has
+WIDE_TOKENS = 256  # of products that the table has at most
 SHIPPED = Path(__file__).with_name("tiles")
 
 
