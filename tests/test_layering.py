@@ -52,6 +52,7 @@ LAYERS = {
         "config", "device", "frontend", "layers.weights", "loading", "models", "quant", "sampling.params",
     },
     "bench.tiles": {"ops", "models.spec"},
+    "bench.attention": {"ops", "attention", "device", "loading"},
     "bench": {"frontend", "sampling.params", "device", "ledger", "loading"},
     "doctor": {"attention", "device", "frontend", "ledger", "loading", "ops", "sampling.params"},
     "cli": {

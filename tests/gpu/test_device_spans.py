@@ -4,6 +4,7 @@ import pytest
 
 import headrace.attention.triton as backend
 from headrace import LLM, SamplingParams
+from headrace.ops.triton.attention_table import AttentionRule
 from tiny import write_tiny_llama
 
 PARAMS = [SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)] * 3
@@ -21,7 +22,8 @@ def test_tokens_of_verified_drafts(split, graphs, tmp_path, gpu_engine, monkeypa
         whole(*arguments)
 
     monkeypatch.setattr(backend, "span_attention", counted)
-    monkeypatch.setattr(backend, "SPLIT_BELOW", 2 if split else 0)
+    rule = AttentionRule(alone_from=768, fused_rows=64, split_rows=33 if split else 0)
+    monkeypatch.setattr(backend, "attention_rule", lambda shape, dtype: rule)
     with LLM(path, device="cpu", **SMALL) as llm:
         want = [each.outputs[0].token_ids for each in llm.generate(PROMPTS, PARAMS)]
     with LLM(path, device="cuda", speculate="ngram", num_draft_tokens=4, cuda_graphs=graphs, **SMALL) as llm:

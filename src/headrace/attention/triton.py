@@ -9,18 +9,16 @@ import torch
 
 from headrace.attention.base import AttentionCaps, LayerAttention
 from headrace.core.kv_layout import KVGroup
-from headrace.ops.triton.decode import FUSED_ROWS, DecodeSpace, Projected, decode_attention, plan_items
+from headrace.ops.triton.attention_table import NEVER, AttentionRule, attention_rule
+from headrace.ops.triton.decode import DecodeSpace, Projected, decode_attention, plan_items
 from headrace.ops.triton.paged import HeadShape, PagedRows, Scores
 from headrace.ops.triton.prefill import prefill_attention
 from headrace.ops.triton.rotate import HeadNorms, rotate_and_write
-from headrace.ops.triton.runtime import INTERPRETED, RUNTIME, num_processors
+from headrace.ops.triton.runtime import INTERPRETED, RUNTIME
 from headrace.ops.triton.spans import MOST_QUERIES, WAVES, SpanSpace, span_attention
 from headrace.ops.xp import Array
 
-NEVER = 2**31 - 1
 LONGEST = 1 << 20  # keys of a row, where nobody says
-ALONE_FROM = 768  # tokens of a prompt without a prefix from which the library's attention is faster, copies included
-SPLIT_BELOW = 2  # short spans have their contexts split where a processor would have fewer programs than this
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,9 @@ class TritonAttention:
 
     def __init__(self, block_size: int):
         self.block_size = block_size
+        self.kv_format = "bfloat16"  # select_backend sets it
         self._spaces: list[DecodeSpace] = []
+        self._rules: list[AttentionRule] = []
         self._short_spaces: list[SpanSpace] = []
 
     def reserve(
@@ -68,13 +68,14 @@ class TritonAttention:
             # one more, for the padding
             rows = max_rows + 1
             self._short_spaces = [SpanSpace.create(rows, most_queries, shape, device, max_len) for shape in shapes]
+        self._rules = [attention_rule(shape, self.kv_format) for shape in shapes]
         self._num_heads = num_heads
 
-    def _short_space(self, batch: Any, group: int, spec: KVGroup) -> SpanSpace | None:
+    def _short_space(self, batch: Any, group: int) -> SpanSpace | None:
         """Where a step of short spans is to be split: known from the number of its spans alone, as graphs must be."""
         if not batch.most_queries or not self._short_spaces:
             return None
-        few = batch.spans.rows.shape[0] * spec.num_kv_heads < SPLIT_BELOW * num_processors()
+        few = batch.spans.rows.shape[0] <= self._rules[group].split_rows
         return self._short_spaces[group] if few or batch.ancestors is not None else None
 
     @staticmethod
@@ -82,8 +83,10 @@ class TritonAttention:
         """Tokens from which a prompt without a prefix is left to the library's attention; beyond reason where that
         lacks what the layers need."""
         plain = all(layer.window is None and layer.soft_cap is None and layer.sinks is None for layer in layers)
-        able = plain and dtype != torch.float32 and not INTERPRETED
-        return ALONE_FROM if able and not RUNTIME.invariant else NEVER
+        if not plain or dtype == torch.float32 or INTERPRETED or RUNTIME.invariant:
+            return NEVER
+        shapes = {HeadShape(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in layers}
+        return max(attention_rule(shape, dtype).alone_from for shape in shapes)
 
     def plan(self, batch: Any, group: int, spec: KVGroup) -> TritonMeta:
         """Metadata of a DeviceBatch; cuts the contexts of its one-token spans into items."""
@@ -92,7 +95,7 @@ class TritonAttention:
             batch.block_tables[group], spans.rows, spans.query_start, spans.seq_lens, batch.num_decode_rows
         )
         shape = HeadShape(self._num_heads, spec.num_kv_heads, spec.head_dim)
-        if (short := self._short_space(batch, group, spec)) is not None:
+        if (short := self._short_space(batch, group)) is not None:
             paged = replace(paged, num_rows=spans.num_rows)
             plan_items(paged, shape, spec.window or 0, short, WAVES)
             tree = None if batch.ancestors is None else (batch.ancestors, spans.positions)
@@ -100,7 +103,7 @@ class TritonAttention:
         if decodes:
             first = replace(paged, rows=spans.rows[:decodes])
             plan_items(first, shape, spec.window or 0, self._spaces[group])
-        fused = decodes <= FUSED_ROWS and not batch.mixed and not RUNTIME.invariant
+        fused = decodes <= self._rules[group].fused_rows and not batch.mixed and not RUNTIME.invariant
         return TritonMeta(paged, spans.slots[group], decodes, batch.tiles, batch.alone, fused, self._spaces[group])
 
     def run(
@@ -130,7 +133,7 @@ class TritonAttention:
             decode_attention(Projected(qkv, cos, sin, norms), cache, first, shape, scores, meta.space, out)
         if decodes == tokens and meta.fused:
             return out
-        q, rest = torch.empty_like(out), slice(decodes if meta.fused else 0, None)
+        q, rest = out.new_empty(out.shape), slice(decodes if meta.fused else 0, None)
         kv_size = shape.num_kv_heads * shape.head_dim
         keys = q.new_empty((tokens, kv_size)) if meta.alone else None
         rotate_and_write(

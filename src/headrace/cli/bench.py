@@ -32,6 +32,13 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
         "-m", "--model", metavar="MODEL", help="as for other commands; its config is all it needs"
     )
     tiles_parser.set_defaults(command=tiles)
+    attention_parser = kinds.add_parser(
+        "attention", help="on a GPU: find where each kernel of a model's attention is fastest, for every later start"
+    )
+    attention_parser.add_argument(
+        "-m", "--model", metavar="MODEL", help="as for other commands; its config is all it needs"
+    )
+    attention_parser.set_defaults(command=attention)
     compare_parser = kinds.add_parser("compare", help="the same work through Headrace and peers, in turns")
     compare_parser.add_argument(
         "--peer",
@@ -163,6 +170,16 @@ def tiles(arguments: argparse.Namespace) -> int:
     from headrace.bench.gpu import tune_model
 
     print(f"written: {tune_model(arguments.model, say=lambda line: print(line, flush=True))}")
+    return 0
+
+
+def attention(arguments: argparse.Namespace) -> int:
+    from headrace.bench.gpu import need_gpu
+
+    need_gpu("attention is measured on a GPU")
+    from headrace.bench.attention import tune_model_attention
+
+    print(f"written: {tune_model_attention(arguments.model, say=lambda line: print(line, flush=True))}")
     return 0
 
 

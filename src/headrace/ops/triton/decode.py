@@ -346,9 +346,6 @@ def decode_tile(rows: int, head_dim: int, key_bytes: int) -> tuple[int, int, int
     return step, 8 if deep else 4, 3 if deep else 2
 
 
-FUSED_ROWS = 64  # up to so many rows a launch less is worth more than the work that programs of one head repeat
-
-
 def decode_attention(
     given: Projected | torch.Tensor,
     cache: tuple[torch.Tensor, torch.Tensor],
