@@ -29,5 +29,12 @@ def make_worker(
     if config.device == "cpu":
         return Worker(spec, checkpoint, config, layout, attention_backend, grammars, draft)
     from headrace.worker.device_worker import DeviceWorker
+    from headrace.worker.rehearsal import compile_ahead
 
-    return DeviceWorker(spec, checkpoint, config, layout, attention_backend, grammars, draft=draft)
+    ahead = compile_ahead(spec, checkpoint, config, layout, attention_backend, draft)
+    try:
+        return DeviceWorker(spec, checkpoint, config, layout, attention_backend, grammars, draft=draft, ahead=ahead)
+    except BaseException:
+        if ahead is not None:
+            ahead.stop()
+        raise

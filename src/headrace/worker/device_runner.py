@@ -256,6 +256,18 @@ class DeviceRunner:
             return None
         return self.launcher.pick(plan.num_spans, plan.num_tokens, warm, cut)
 
+    @torch.inference_mode()
+    def rehearse(self, step: GraphKey | StepPlan, warm: bool, cut: bool) -> None:
+        """Call the kernels of a step, padded to a graph's size or as it is, of which nothing is wanted: on torch's meta
+        device, to learn which kernels there are (worker/rehearsal.py)."""
+        if isinstance(step, GraphKey):
+            self._padded(step)
+            return
+        for row in step.rows.tolist():
+            self._table.send_progress(row)
+        self.flush()
+        self._step(self._builder.send(step, None), warm, cut)
+
     def close(self) -> None:
         """Give the graphs, the cache and the model back, whoever still holds this runner."""
         self.launcher.clear()
@@ -284,7 +296,7 @@ class DeviceRunner:
         hidden = self._model.forward(batch.spans.token_ids, batch.spans.positions, attend)
         if self._features is not None:
             self._features[: hidden.shape[0]].copy_(self._features_of(hidden))
-        wanted = hidden if batch.logit_index is None else hidden[batch.logit_index]
+        wanted = hidden if batch.logit_index is None else hidden.index_select(0, batch.logit_index)
         self._logits = self._model.logits(wanted) if wanted.shape[0] else hidden.new_zeros((0, 1), dtype=torch.float32)
         draw_and_commit(view, batch.spans, batch.lines, self._logits, warm, cut, self._drawn)
         return hidden

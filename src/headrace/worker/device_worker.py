@@ -19,6 +19,7 @@ from headrace.env import mark_steps
 from headrace.layers.weights import Checkpoint, WeightSource
 from headrace.models.registry import build_model
 from headrace.models.spec import ModelSpec
+from headrace.ops.triton.ahead import Ahead
 from headrace.quant.cuda import bind_cuda
 from headrace.sampling.grammar import GrammarCompiler, GrammarTokens
 from headrace.sampling.sampler import Sampler
@@ -58,9 +59,12 @@ class DeviceWorker:
         grammars: GrammarCompiler | None = None,
         device: torch.device | None = None,
         draft: DraftSource | None = None,
+        ahead: Ahead | None = None,
     ):
         """Without `grammars` no request may have one. `draft`: the model that drafts, if the configuration has one.
-        Raises ValueError where the model needs what GPUs lack here."""
+        `ahead` compiles what will be needed; this worker stops it. Raises ValueError where the model needs what GPUs
+        lack here."""
+        self._ahead = ahead
         device = device or torch.device("cuda", torch.cuda.current_device())
         dtype = DTYPES[config.dtype]
         scheme = bind_cuda(device, dtype, config.invariant)
@@ -97,8 +101,15 @@ class DeviceWorker:
                 most_drafts=config.max_draft_tokens if config.proposers else 0,
             )
 
+    @property
+    def runner(self) -> DeviceRunner:
+        """What runs its steps."""
+        return self._runner
+
     def execute(self, plan: StepPlan) -> PendingStep | FinishedStep:
         """Send one step to the GPU; where its memory runs out, run the step in parts."""
+        if self._ahead is not None:
+            self._ahead.hold()
         if not self._marks:
             return self._execute(plan)
         torch.cuda.nvtx.range_push(f"step {plan.step_id}: {plan.num_spans} rows, {plan.num_tokens} tokens")
@@ -118,6 +129,8 @@ class DeviceWorker:
 
     def stop(self) -> None:
         """Let go of the model, the cache and the graphs."""
+        if self._ahead is not None:
+            self._ahead.stop()
         self._runner.close()
         self.proposer.close()
         del self._runner, self.model, self.proposer

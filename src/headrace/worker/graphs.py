@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -179,6 +179,22 @@ class GraphLauncher(Graphs[GraphKey]):
         tokens = next((size for size in self._short if size >= num_tokens), 0)
         # and one span that takes the tokens left over
         return GraphKey(rows + 1, tokens, warm, cut, True) if rows and tokens else None
+
+    @property
+    def rows(self) -> list[int]:
+        """Sizes of decode steps."""
+        return list(self._rows)
+
+    def other_keys(self) -> Iterator[GraphKey]:
+        """Keys of steps that are not decode steps: one for each number of tokens, and for each kind of drawing."""
+        for warm, cut in ((False, False), (True, False), (True, True)):
+            for tokens in self._short:
+                rows = max((size for size in self._rows if size < tokens), default=1)
+                yield GraphKey(rows + 1, tokens, warm, cut, True)
+            for tokens in self._tokens:
+                rows = next((size for size in self._rows if 1 < size < tokens), 0)
+                if rows:
+                    yield GraphKey(rows, tokens, warm, cut)
 
     def prepare(self) -> None:
         """Capture the graphs of small greedy decode steps."""

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import triton
@@ -18,12 +18,27 @@ if INTERPRETED:
     repair()
 
 
+class Launches(Protocol):
+    """What stands between a kernel's call and its compiler (ops/triton/ahead.py)."""
+
+    recording: bool  # calls are only noted, and launch nothing
+
+    def note(self, kernel: Kernel, key: tuple[Any, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
+        """A call while `recording`."""
+        ...
+
+    def settle(self, kernel: Kernel, key: tuple[Any, ...]) -> None:
+        """A variant is about to be compiled or loaded: wait for it, where another thread is at it."""
+        ...
+
+
 @dataclass
 class Runtime:
     """Chosen when the ops are bound, before the first step."""
 
     activation: torch.dtype = torch.bfloat16
     invariant: bool = False  # a row's bits do not depend on what else is in its step
+    launches: Launches | None = None  # of an engine that compiles ahead
 
 
 RUNTIME = Runtime()
@@ -89,15 +104,26 @@ class Kernel:
 
         return call
 
-    def _call(self, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
-        key = (*map(_variant, arguments), *constants.values())
+    def key(self, arguments: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, ...]:
+        """What decides which compiled variant a call takes."""
         if self._plain:
-            key = (
-                *(type(a) if i in self._plain else _variant(a) for i, a in enumerate(arguments)),
+            plain = self._plain
+            return (
+                *(type(a) if i in plain else _variant(a) for i, a in enumerate(arguments)),
                 *constants.values(),
             )
+        return (*map(_variant, arguments), *constants.values())
+
+    def _call(self, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
+        key = self.key(arguments, constants)
+        launches = RUNTIME.launches
+        if launches is not None and launches.recording:
+            launches.note(self, key, arguments, constants)
+            return
         found = self._compiled.get(key)
         if found is None:
+            if launches is not None:
+                launches.settle(self, key)
             compiled = self.jit[grid](*arguments, **constants)
             values = tuple(constants[name] for name in self._names[len(arguments) :])
             self._compiled[key] = compiled, values
