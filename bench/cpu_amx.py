@@ -2,9 +2,10 @@
 
     python bench/cpu_amx.py [--model smollm2-135m] [--threads 2] [--json bench/results/cpu-amx/compare.json]
 
-First the products of every weight format on the `amx` path are compared, bit by bit, with those of `amx-emulated`. If
-they differ, which order of summing would explain it is said, and the exit code is 1. Then the same engines run on the
-`avx512` and `amx` paths in turns: decoding by 1, 8 and 32 requests and a prefill of 1,024 tokens in each mode.
+First the products of every weight format on the `amx` path, and an engine's tokens and logprobs, are compared, bit by
+bit, with those of `amx-emulated`. If they differ, which order of summing would explain it is said, and the exit code
+is 1. Then the same engines run on the `avx512` and `amx` paths in turns: decoding by 1, 8 and 32 requests and a prefill of
+1,024 tokens in each mode.
 `--model dummy`: random weights of SmolLM2-135M's shape, 4 bits a weight and an 8-bit head, where the model's file is
 not at hand. `--path amx-emulated --output 4 --runs 1` rehearses it all on another processor.
 
@@ -38,6 +39,7 @@ from headrace.bench.results import Row, write_results
 from headrace.bench.shapes import write_shape
 from headrace.ops.native.library import NativeError, library
 from headrace.ops.native.packed import Arena, StoredTensor, pack, packed_linear
+from headrace.sampling.params import SamplingParams
 
 BATCHES, PROMPT, PREFILL = (1, 8, 32), 32, 1024
 MODES = ("default", "fast", "exact")
@@ -160,6 +162,15 @@ class Side:
         if model == "dummy":
             model, options["quantize"] = write_shape("smollm2-135m", Path(folder)), "q4"
         self.llms[mode] = LLM(model, max_model_len=2048, max_num_seqs=max(BATCHES), **options)
+
+    def answer(self) -> list[tuple[int, float]]:
+        """Tokens and their logprobs after a prompt of 300 tokens: everything a path computes, attention too."""
+        llm = self.llms["default"]
+        prompt = random_prompts(llm.engine.spec.vocab_size, 1, 300)[0]
+        params = SamplingParams(temperature=0.0, max_tokens=8, logprobs=0, ignore_eos=True)
+        choice = llm.generate([prompt], params)[0].outputs[0]
+        assert choice.logprobs is not None
+        return [(token, found[token].logprob) for token, found in zip(choice.token_ids, choice.logprobs, strict=True)]
 
     def run(self, mode: str, count: int, length: int, output: int) -> Timing:
         """`count` prompts of `length` tokens, `output` tokens for each."""
@@ -323,16 +334,21 @@ def measured(sides: dict[str, PathProcess], runs: int, output: int) -> list[Row]
     ]  # fmt: skip
 
 
-def compared(path: str, threads: int) -> list[str]:
+def compared(path: str, threads: int, model: str) -> list[str]:
     """How the path's bits differ from the emulated ones, said as well."""
     own, emulated = PathProcess(path, threads), PathProcess("amx-emulated", threads)
     found = differing_bits(own.ask("products"), emulated.ask("products"))
+    if found:
+        found.append(f"orders that would explain it: {'; '.join(own.ask('orders')) or 'none of those known'}")
+    with tempfile.TemporaryDirectory() as folder:
+        for side in (own, emulated):
+            side.ask("open", model, "default", folder)
+    if own.ask("answer") != emulated.ask("answer"):
+        found.append("tokens and logprobs of an engine, attention on tiles included")
     for text in found:
         print(f"DIFFERS: {text}")
-    if found:
-        print(f"orders that would explain it: {'; '.join(own.ask('orders')) or 'none of those known'}")
-    else:
-        print("the tiles give the bits of the emulated ones in every format", flush=True)
+    if not found:
+        print("the tiles give the bits of the emulated ones in every format, and in an engine's answers", flush=True)
     own.close()
     emulated.close()
     return found
@@ -348,7 +364,7 @@ def main() -> int:
     parser.add_argument("--json", metavar="FILE", help="write a results file")
     arguments = parser.parse_args()
     try:
-        found = compared(arguments.path, arguments.threads)
+        found = compared(arguments.path, arguments.threads, arguments.model)
         sides = {path: PathProcess(path, arguments.threads) for path in ("avx512", arguments.path)}
         with tempfile.TemporaryDirectory() as folder:
             for side in sides.values():

@@ -138,13 +138,20 @@ class PackedWorld(World):
         self.cache = (pages[0], pages[1])
 
 
+def tolerance(path: str, kv_format: str) -> dict[str, float]:
+    """How far a code path may be from the reference: tiles round queries and weights to bfloat16."""
+    rough = path.startswith("amx") and kv_format == "bfloat16"
+    return {"rtol": 1e-2, "atol": 1e-2} if rough else {"rtol": 2e-5, "atol": 2e-5}
+
+
 @pytest.mark.parametrize("kv_format", ["bfloat16", "int8"])
 @pytest.mark.parametrize("name", ["plain", "all", "mqa-odd", "wide-all", "large-head", "many-heads"])
 def test_packed_pages_agree_with_the_reference_in_every_company(path: str, name: str, kv_format: str) -> None:
     layer = MORE[name]
     expected = PackedWorld(kv_format, layer).run({0: LENGTH})[0]
     whole = PackedWorld(kv_format, layer, backend=NativeAttention).run({0: LENGTH})[0]
-    np.testing.assert_allclose(whole, expected, rtol=2e-5, atol=2e-5)
+    np.testing.assert_allclose(whole, expected, **tolerance(path, kv_format))
+    assert np.abs(whole - expected).mean() < 1e-3
     exact = World(layer).exact(0)
     assert 0 < np.abs(whole - exact).max() < {"bfloat16": 0.03, "int8": 0.06}[kv_format] * np.abs(exact).max()
     for block_size, threads in ((4, 2), (64, 1), (24, 3), (128, 2)):
@@ -165,8 +172,9 @@ def test_a_damaged_vector_stays_damaged(path: str, kv_format: str) -> None:
         assert np.isfinite(found[:, 3:]).all()  # the other key/value head
 
 
+@pytest.mark.parametrize("kv_format", ["float32", "bfloat16"])
 @pytest.mark.parametrize("layer", [WIDE, replace(WIDE, window=700, soft_cap=3.0, sinks=np.arange(9, dtype=np.float32))])
-def test_one_long_row_is_the_same_on_any_number_of_threads(path: str, layer: LayerAttention) -> None:
+def test_one_long_row_is_the_same_on_any_number_of_threads(path: str, layer: LayerAttention, kv_format: str) -> None:
     length = 1100  # five chunks
     rng = np.random.default_rng(1)
     qkv = [rng.standard_normal((length, n * 64), np.float32) for n in (9, 3, 3)]
@@ -175,7 +183,10 @@ def test_one_long_row_is_the_same_on_any_number_of_threads(path: str, layer: Lay
     for threads, spans in ((1, [length]), (4, [length - 1, 1]), (3, [250, 6, 500, 343, 1])):
         library().set_num_threads(threads)
         backend, start, outs = NativeAttention(16), 0, []
-        cache = tuple(np.full((80, 16, 3, 64), np.nan, np.float32) for _ in range(2))
+        backend.kv_format = kv_format
+        cache = tuple(KV_FORMATS[kv_format].pages((80, 16, 3, 64)) for _ in range(2))
+        for page in cache:
+            page[:] = np.nan if kv_format == "float32" else 255  # NaN in bfloat16
         for count in spans:
             part = slice(start, start + count)
             batch = make_batch([np.arange(start, start + count)], [[table]], 16)
@@ -186,7 +197,9 @@ def test_one_long_row_is_the_same_on_any_number_of_threads(path: str, layer: Lay
     np.testing.assert_array_equal(found[4], found[1])
     np.testing.assert_array_equal(found[3], found[1])
     reference = ReferenceAttention(16)
-    cache = tuple(np.zeros((80, 16, 3, 64), np.float32) for _ in range(2))
+    reference.kv_format = kv_format
+    cache = tuple(KV_FORMATS[kv_format].pages((80, 16, 3, 64)) for _ in range(2))
     batch = make_batch([np.arange(length)], [[table]], 16)
     meta = reference.plan(batch, 0, KVGroup((0,), 3, 64, layer.window))
-    np.testing.assert_allclose(found[1], reference.run(*qkv, cache, meta, layer), rtol=2e-5, atol=2e-5)
+    expected = reference.run(*qkv, cache, meta, layer)
+    np.testing.assert_allclose(found[1], expected, **tolerance(path, kv_format))

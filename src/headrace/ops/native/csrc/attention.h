@@ -32,6 +32,7 @@ struct Item {
   int first_row, end_row;             // of the query vectors that the tile at hand goes by for
   int root;                           // position of a tree's first token
   const int* path;                    // null, or: places in the tree's span of the query's ancestors, by depth
+  float* tiles;                       // memory of attention_tiles.h
 };
 
 // The place in the span's blocks of the token at `position`, as the query at hand sees it.
@@ -204,6 +205,8 @@ NOINLINE static void values_rows(const Item& item, int row, const uint8_t* const
   if (column < item.dim) values_tile<kKv, kRows, 1, false>(item, row, column, values, begin, end, ahead);
 }
 
+#include "attention_tiles.h"
+
 template <int kKv, int kRows, class... Args>
 INLINE void scores_by(int rows, Args&&... args) {
   if (rows == kRows) scores_rows<kKv, kRows>(args...);
@@ -288,12 +291,16 @@ INLINE void attend_tile(const Item& item, int tile_start, int begin, int end, in
     }
   // while one is at work, what comes next is brought nearer: this tile's values, then the next tile's keys
   Ahead ahead = ahead_of(item, job.values, tile_start + begin / job.block_size * job.block_size, tile_start + end);
-  for (int row = item.first_row; row < item.end_row; row += kAttnRows) {
+  const ptrdiff_t stride = gathers ? ptrdiff_t{kTile * 4} : static_cast<ptrdiff_t>(job.block_size * kv_size<kKv>());
+  const OnTiles tiles = tiles_at(item.tiles, item.rows, item.dim);
+  if constexpr (kOnTiles<kKv>) {
+    if (gathers) scores_on_tiles<kKvF32>(item, tiles, keys, stride, vectors, ahead);
+    else scores_on_tiles<kKv>(item, tiles, keys, stride, vectors, ahead);
+  }
+  for (int row = item.first_row; !kOnTiles<kKv> && row < item.end_row; row += kAttnRows) {
     const int count = item.end_row - row < kAttnRows ? item.end_row - row : kAttnRows;
-    if (gathers) scores_by<kKvF32, kAttnRows>(count, item, row, keys, static_cast<ptrdiff_t>(kTile * 4), vectors, ahead);
-    else
-      scores_by<kKv, kAttnRows>(count, item, row, keys, static_cast<ptrdiff_t>(job.block_size * kv_size<kKv>()), vectors,
-                                ahead);
+    if (gathers) scores_by<kKvF32, kAttnRows>(count, item, row, keys, stride, vectors, ahead);
+    else scores_by<kKv, kAttnRows>(count, item, row, keys, stride, vectors, ahead);
   }
   for (int row = item.first_row; row < item.end_row; ++row) item.shrink[row] = softmax_row<kKv>(item, row, tile_start, vectors);
   const uint8_t* values[kTile];
@@ -304,6 +311,7 @@ INLINE void attend_tile(const Item& item, int tile_start, int begin, int end, in
     for (; j < stop; ++j, at += item.dim * kv_size<kKv>()) values[j] = at;
   }
   ahead = ahead_of(item, job.keys, tile_start + kTile, last);
+  if constexpr (kOnTiles<kKv>) return values_on_tiles(item, tiles, values, begin, end, ahead);
   for (int row = item.first_row; row < item.end_row; row += kAttnRows)
     values_by<kKv, kAttnRows>(item.end_row - row < kAttnRows ? item.end_row - row : kAttnRows, item, row, values, begin,
                               end, ahead);
@@ -392,7 +400,8 @@ static size_t attention_partial(const AttentionJob& job, int count) {
 static size_t attention_scratch(const AttentionJob& job) {
   const int group = job.heads / job.kv_heads;
   const size_t rows = static_cast<size_t>(queries_per_item(group) * group), dim = static_cast<size_t>(job.dim);
-  return 2 * state_floats(rows, job.dim) + rows * (dim + kTile + 1) + dim * kTile + 2 * kTile + 64;
+  return tiles_floats(static_cast<int>(rows), job.dim) + 2 * state_floats(rows, job.dim) + rows * (dim + 1) +
+         scored_rows(rows) * kTile + dim * kTile + 2 * kTile + 64;
 }
 
 template <int kKv>
@@ -401,9 +410,9 @@ static void attend(const AttentionJob& job, const AttentionItem& work, float* sc
   const size_t num_rows = static_cast<size_t>(rows), dim = static_cast<size_t>(job.dim);
   Item item{job, rows, group, 0, job.tables + work.span * job.table_stride, work.kv_head, job.dim,
             padded_dim(job.dim), kv_page_bytes(kKv, job.dim, job.block_size), nullptr, nullptr,
-            State{}, nullptr, nullptr, nullptr, nullptr, nullptr, 0, rows, 0, nullptr};
-  item.scores = scratch;
-  item.gathered = item.scores + num_rows * kTile;
+            State{}, nullptr, nullptr, nullptr, nullptr, nullptr, 0, rows, 0, nullptr, scratch};
+  item.scores = scratch + tiles_floats(rows, job.dim);
+  item.gathered = item.scores + scored_rows(num_rows) * kTile;
   item.key_scales = item.gathered + dim * kTile;
   item.value_scales = item.key_scales + kTile;
   item.q = item.value_scales + kTile;
@@ -418,6 +427,7 @@ static void attend(const AttentionJob& job, const AttentionItem& work, float* sc
     const float* q = job.q + (token + row / group) * job.q_stride + static_cast<ptrdiff_t>(head) * job.dim;
     for (int d = 0; d < job.dim; ++d) item.q[row * job.dim + d] = q[d] * job.scale;
   }
+  if constexpr (kOnTiles<kKv>) open_tiles_with(item);
   const int start_token = job.query_start[work.span];
   const int32_t* parents = job.parents && job.parents[start_token] == -1 ? job.parents + start_token : nullptr;
   int positions[kMaxRows];
@@ -450,6 +460,7 @@ static void attend(const AttentionJob& job, const AttentionItem& work, float* sc
     }
     if (!work.partial && !alone) merge(total, item.state, rows, job.dim);
   }
+  if constexpr (kOnTiles<kKv>) close_tiles();
   if (!work.partial) write_out(job, work, alone ? item.state : total);
 }
 

@@ -162,19 +162,3 @@ static void round_bf16(const float* x, int k, uint16_t* row) {
 
 static void open_tiles(int tokens) { open_tiles_of(tokens < 16 ? tokens : 16); }
 static void close_tiles() { release_tiles(); }
-
-// A path that has everything of the AVX-512 one, and products in bfloat16 beside it; filled once, as in path.h.
-static const Kernels* kernels_with_tiles(const char* name) {
-  static const Kernels table = [name] {
-    Kernels made = *avx512_kernels();
-    kBf16.fill();
-    made.name = name;
-    made.bf16_panel = bf16_panel;
-    made.bf16_scratch = bf16_scratch;
-    made.round_bf16 = round_bf16;
-    made.open_tiles = open_tiles;
-    made.close_tiles = close_tiles;
-    return made;
-  }();
-  return &table;
-}

@@ -15,6 +15,34 @@ namespace {
 #include HEADRACE_TILES
 #include "bf16_weights.h"
 #include "bf16.h"
+#include "pointwise.h"
+#define HEADRACE_HAS_TILES
+#include "attention.h"
+
+// A path that has the products of the AVX-512 one, and those on tiles beside them; filled once, as in path.h.
+static const Kernels* kernels_with_tiles(const char* name) {
+  static const Kernels table = [name] {
+    Kernels made = *avx512_kernels();
+    kBf16.fill();
+    made.name = name;
+    made.bf16_panel = bf16_panel;
+    made.bf16_scratch = bf16_scratch;
+    made.round_bf16 = round_bf16;
+    made.open_tiles = open_tiles;
+    made.close_tiles = close_tiles;
+    made.rms_norm = rms_norm;
+    made.rope = rope;
+    made.gated = gated;
+    made.elementwise = elementwise;
+    made.uniforms = uniforms;
+    made.attention = attention;
+    made.attention_scratch = attention_scratch;
+    made.attention_partial = attention_partial;
+    made.attention_merge = attention_merge;
+    return made;
+  }();
+  return &table;
+}
 }  // namespace
 }  // namespace HEADRACE_PATH
 }  // namespace headrace
