@@ -4,8 +4,8 @@
 
 First the products of every weight format on the `amx` path, and an engine's tokens and logprobs, are compared, bit by
 bit, with those of `amx-emulated`. If they differ, which order of summing would explain it is said, and the exit code
-is 1. Then the same engines run on the `avx512` and `amx` paths in turns: decoding by 1, 8 and 32 requests and a prefill of
-1,024 tokens in each mode.
+is 1. Then the same engines run on the `avx512` and `amx` paths in turns: decoding by 1, 8 and 32 requests and a prefill
+of 1,024 tokens in each mode.
 `--model dummy`: random weights of SmolLM2-135M's shape, 4 bits a weight and an 8-bit head, where the model's file is
 not at hand. `--path amx-emulated --output 4 --runs 1` rehearses it all on another processor.
 
