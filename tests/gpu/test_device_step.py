@@ -224,23 +224,69 @@ class TestGraphs:
         launcher._record = lambda key: (captured.append(key), launcher._graphs.__setitem__(key, FakeGraph()))
         return launcher, captured
 
-    def test_decode_steps_are_captured_when_they_come_again(self):
+    def test_a_graph_is_captured_once_its_want_has_cost_as_much(self):
         launcher, captured = self.launcher(True)
-        key = launcher.pick(5, 5, False, False)
+        launcher._costs.extend([9.0, 0.1, 0.1])  # the first one compiled kernels
+        key, small = launcher.pick(5, 5, False, False), launcher.pick(1, 1, False, False)
         assert key == GraphKey(8, 8, False, False) and key.decodes
-        assert [launcher.serves(key) for _ in range(3)] == [False, True, True] and captured == [key]
+        launcher._graphs[small] = FakeGraph()
+        launcher.observe(small, True, sent=0.001, ran=0.030)
+        launcher.observe(small, True, sent=0.001, ran=0.010)
+        for _ in range(4):  # each loses 40 - 10 ms
+            assert not launcher.serves(key) and not captured
+            launcher.observe(key, False, sent=0.020, ran=0.040)
+        assert launcher.serves(key) and captured == [key]
+        assert launcher.counts.eager == 4 and launcher.counts.lost_seconds == pytest.approx(0.12)
         launcher.run(key, 5)
-        assert launcher.counts.replays == 1 and launcher.counts.padding == 3 and launcher.counts.eager == 1
+        assert launcher.counts.replays == 1 and launcher.counts.padding == 3
+        (said,) = launcher.counts.lines()
+        assert said.startswith("graphs: 1 of 5 steps (20%) were replayed, 38% of their tokens padding; 1 captured in")
 
     def test_mixed_steps_only_where_the_host_is_slower(self):
         launcher, captured = self.launcher(True)
         key = launcher.pick(8, 300, True, False)
         assert key == GraphKey(16, 384, True, False) and not key.decodes, "one span more, for the padding"
-        launcher.observe(key, sent=0.001, ran=0.010)
-        assert not any(launcher.serves(key) for _ in range(5))
-        for _ in range(2):
-            launcher.observe(key, sent=0.009, ran=0.010)
+        for _ in range(100):
+            launcher.observe(key, False, sent=0.001, ran=0.010)
+        assert not any(launcher.serves(key) for _ in range(5)) and launcher.counts.lost_seconds == 0
+        for _ in range(11):
+            launcher.observe(key, False, sent=0.009, ran=0.010)
         assert launcher.serves(key) and captured == [key]
+
+    def test_idle_moments_take_what_lost_most_one_at_a_time(self):
+        launcher, captured = self.launcher(True)
+        keys = [launcher.pick(rows, rows, False, False) for rows in (4, 8, 16, 32)]
+        assert not launcher.capture_idle(), "nothing was missed yet"
+        for key, lost in zip(keys, (0.02, 0.05, 0.009, 0.03), strict=True):
+            launcher.observe(key, False, sent=lost, ran=0.0)
+        launcher._graphs[keys[3]] = FakeGraph()  # captured since
+        assert launcher.capture_idle() and captured == [keys[1]]
+        launcher._costs.clear()  # a fake takes no time
+        assert launcher.capture_idle() and captured == [keys[1], keys[0]]
+        launcher._costs.clear()
+        assert not launcher.capture_idle(), "less than a tenth of what a capture takes was lost"
+        assert launcher.counts.idle_captures == launcher.counts.captures == 2
+        off, _ = self.launcher(False)
+        off.observe(keys[0], False, 1.0, 1.0)
+        assert not off.capture_idle()
+
+    def test_captures_cost_at_most_what_their_want_has_cost(self):
+        """Whatever comes: time lost and spent on captures is at most twice what it is for who knows what will come, and
+        one step beside."""
+        rng = np.random.default_rng(0)
+        for _ in range(20):
+            launcher, captured = self.launcher(True)
+            cost, loss = 0.1, 0.007
+            launcher._costs.append(cost)
+            counts = rng.integers(0, 60, 6)
+            keys = [launcher.pick(rows, rows, False, False) for rows in (1, 2, 4, 8, 16, 24)]
+            for key in rng.permutation(np.repeat(np.arange(6), counts)).tolist():
+                launcher._costs.clear()
+                launcher._costs.append(cost)
+                if not launcher.serves(keys[key]):
+                    launcher.observe(keys[key], False, loss, loss)
+            best = np.minimum(counts * loss, cost).sum()
+            assert launcher.counts.lost_seconds + len(captured) * cost <= 2 * best + 6 * loss
 
     def test_short_steps_have_a_span_more_for_padding_and_a_line_a_token(self):
         launcher = GraphLauncher(lambda key: None, lambda key: None, 8, 4096, True, False, most_short=45)
@@ -263,6 +309,8 @@ class TestGraphs:
 
         launcher._record = fail
         keys = [launcher.pick(rows, rows, False, False) for rows in (1, 2)]
+        for key in keys:
+            launcher.observe(key, False, 1.0, 1.0)
         assert not any(launcher.serves(key) for key in keys for _ in range(4))
         assert capsys.readouterr().err == "headrace: goes on without more CUDA graphs: CUDA out of memory\n"
 

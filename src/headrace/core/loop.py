@@ -93,6 +93,12 @@ class EngineCore:
     def has_work(self) -> bool:
         return self.scheduler.has_work or bool(self._in_flight)
 
+    def idle(self) -> bool:
+        """To be called while there is no work and nobody waits: lets the executor prepare later steps a little. Whether
+        it did, so that there may be more to do."""
+        prepare = getattr(self._runner, "idle", None)
+        return not self.has_work and prepare is not None and bool(prepare())
+
     def step(self) -> list[TokenOutput]:
         """Keep `depth` steps in flight, wait for the oldest and return what it brought; [] when idle."""
         while len(self._in_flight) < self._depth and self.scheduler.has_work:

@@ -39,5 +39,11 @@ class InProcessExecutor:
         future.set_result(outcome)
         return future
 
+    def idle(self) -> bool:
+        """Nothing is in flight, and nobody waits: the worker may do a little of what prepares later steps, as long as
+        one takes on a GPU's graph. Whether it did, so that there may be more."""
+        prepare = getattr(self._worker, "idle", None)
+        return prepare is not None and bool(prepare())
+
     def stop(self) -> None:
         self._worker.stop()

@@ -171,6 +171,11 @@ class Engine:
         template.setdefault("add_generation_prompt", not template.get("continue_final_message", False))
         return self.tokenizer.encode(self.chat_template.render(messages, **template), add_special=False)
 
+    def device_report(self) -> list[str]:
+        """Lines on what the worker did to run steps quickly (graphs of a GPU); none on a CPU."""
+        report = getattr(self._worker, "report", None)
+        return [] if report is None else list(report())
+
     @property
     def input(self) -> InputProcessor:
         """What checks prompts and makes requests of them."""

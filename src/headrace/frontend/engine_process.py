@@ -53,7 +53,7 @@ from headrace.ledger.book import Ledger
 from headrace.ledger.jsonl import to_line
 from headrace.sampling.grammar import GrammarError
 
-IDLE_WAIT, PREPARE_WAIT = 1.0, 0.005  # seconds
+IDLE_WAIT, PREPARE_WAIT, QUIET_WAIT = 1.0, 0.005, 0.05  # seconds
 LAST_WORDS = 2.0  # seconds that the API process has to read why the engine died
 MAX_RECORDS = 1000  # step records in one answer
 DEFAULT_FACTORY = "headrace.frontend.engine_process:real_engine"
@@ -163,7 +163,7 @@ class EngineLoop:
         """Until a Stop comes; raises what a step raises."""
         while not self._stopping:
             if not self._core.has_work:
-                self._inbox.wait(PREPARE_WAIT if self._preparing else IDLE_WAIT)
+                self._rest()
             for message in self._inbox.take():
                 self._obey(message)
             for future, add in list(self._preparing.values()):
@@ -173,6 +173,19 @@ class EngineLoop:
             if self._core.has_work and not self._stopping:
                 outputs = self._core.step()
                 self._tell(outputs)
+
+    def _rest(self) -> None:
+        """Until a message comes, or a second has passed. What prepares later steps is done a while after the last one,
+        for between requests that follow each other it would be in their way."""
+        if self._preparing:
+            self._inbox.wait(PREPARE_WAIT)
+            return
+        if self._inbox.wait(QUIET_WAIT):
+            return
+        while self._core.idle():
+            if self._inbox.wait(0.0):
+                return
+        self._inbox.wait(IDLE_WAIT)
 
     def _obey(self, message: ToEngine) -> None:
         if isinstance(message, Add):

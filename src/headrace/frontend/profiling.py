@@ -46,6 +46,7 @@ def profiled(engine: Engine, folder: str | PathLike[str]) -> Iterator[list[str]]
     on_gpu = engine.config.device != "cpu"
     with _gpu_profile(folder, lines) if on_gpu else _cpu_profile(folder, lines):
         yield lines
+    lines += engine.device_report()
     records = ledger.records(ledger.totals.steps - before)
     (folder / STEPS).write_text("".join(to_line(record) + "\n" for record in records), encoding="utf-8")
     lines.append(f"{len(records)} steps in {folder / STEPS}: headrace explain {folder / STEPS}")

@@ -28,6 +28,7 @@ from headrace.models.blocks import CausalLM
 from headrace.models.spec import ModelSpec
 from headrace.ops.triton.paged import HeadShape
 from headrace.ops.triton.prefill import prefill_tile
+from headrace.ops.triton.runtime import RUNTIME
 from headrace.ops.triton.step import build_inputs, draw_and_commit, patch
 from headrace.ops.xp import Array
 from headrace.sampling.logprobs import SLICE, by_span, token_logprobs
@@ -209,6 +210,7 @@ class DeviceRunner:
         cut = warm and bool(table.cut[plan.rows].any())
         could = None if hosted.any() else self._pick(plan, warm, cut)  # the graph that might serve
         key = could if could is not None and self.launcher.serves(could) else None
+        loaded = RUNTIME.loaded
         self.flush()
         batch = self._builder.send(plan, key)
         if slot.started is not None:
@@ -221,8 +223,11 @@ class DeviceRunner:
         slot.drawn[: plan.num_spans].copy_(self._drawn[: plan.num_spans], non_blocking=True)
         if slot.finished is not None:
             slot.finished.record()
-        missed = None if could is None or key is not None else partial(self.launcher.observe, could)
-        pending = PendingStep(plan, slot, plan.yields & ~hosted, time.perf_counter() - started, missed)
+        # a step that waited for a compiler says nothing of the others
+        observe = None
+        if could is not None and RUNTIME.loaded == loaded:
+            observe = partial(self.launcher.observe, could, key is not None)
+        pending = PendingStep(plan, slot, plan.yields & ~hosted, time.perf_counter() - started, observe)
         if self._speculation is None:
             table.advance(plan)
         if not hosted.any() and not waits:
@@ -247,6 +252,11 @@ class DeviceRunner:
                     table.commit_hosted(int(plan.rows[span]), token)
         self.flush()  # before a row may change hands
         return FinishedStep(result)
+
+    @torch.inference_mode()
+    def idle(self) -> bool:
+        """No step is in flight: capture a graph that repays. Whether one was, and there may be more."""
+        return self.launcher.capture_idle()
 
     def _pick(self, plan: StepPlan, warm: bool, cut: bool) -> GraphKey | None:
         """The graph that a step without hosted rows might run under."""

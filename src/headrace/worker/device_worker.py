@@ -127,6 +127,19 @@ class DeviceWorker:
         print("headrace: the GPU's memory ran out; the step runs again in parts", file=sys.stderr)
         return FinishedStep(run_in_parts(self._runner.execute, plan))
 
+    def report(self) -> list[str]:
+        """Lines for a person: how the graphs did, and what was compiled ahead."""
+        lines = self._runner.launcher.counts.lines()
+        if self._ahead is not None:
+            lines += self._ahead.counts.lines()
+        return lines
+
+    def idle(self) -> bool:
+        """See InProcessExecutor."""
+        if self._ahead is not None:
+            self._ahead.go_on()
+        return self._runner.idle()
+
     def stop(self) -> None:
         """Let go of the model, the cache and the graphs."""
         if self._ahead is not None:

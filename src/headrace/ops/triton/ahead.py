@@ -58,6 +58,13 @@ class AheadCounts:
     waited_seconds: float = 0.0
     seconds: float = 0.0  # from the first job's begin to the last one's end
 
+    def lines(self) -> list[str]:
+        """What a person wants to know of them."""
+        return [
+            f"kernels: {self.compiled} of {self.noted} variants that were foreseen were ready ahead, after "
+            f"{self.seconds:.1f} s; calls waited {self.waited_seconds:.2f} s for {self.waited} of them"
+        ]
+
 
 class Ahead:
     """Notes calls, and compiles what they need. Its threads are the only users of `compile`."""

@@ -39,6 +39,7 @@ class Runtime:
     activation: torch.dtype = torch.bfloat16
     invariant: bool = False  # a row's bits do not depend on what else is in its step
     launches: Launches | None = None  # of an engine that compiles ahead
+    loaded: int = 0  # compiled variants that calls have asked for
 
 
 RUNTIME = Runtime()
@@ -124,6 +125,7 @@ class Kernel:
         if found is None:
             if launches is not None:
                 launches.settle(self, key)
+            RUNTIME.loaded += 1
             compiled = self.jit[grid](*arguments, **constants)
             values = tuple(constants[name] for name in self._names[len(arguments) :])
             self._compiled[key] = compiled, values
