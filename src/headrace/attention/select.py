@@ -17,13 +17,14 @@ BACKENDS: dict[str, Any] = {
 }
 
 
-def _backends(device: str) -> dict[str, Any]:
+def backends_of(device: str) -> dict[str, Any]:
     """Those there are, best first; what needs torch only where it is used."""
     if device != "cuda":
         return BACKENDS
+    from headrace.attention.flashinfer import FlashInferAttention
     from headrace.attention.triton import TritonAttention
 
-    return {"triton": TritonAttention, **BACKENDS}
+    return {"triton": TritonAttention, "flashinfer": FlashInferAttention, **BACKENDS}
 
 
 def select_backend(
@@ -37,7 +38,7 @@ def select_backend(
 
     `refusals` has (name, reasons) of every backend passed over. Raises ValueError, reasons listed, if none is left.
     """
-    backends = _backends(device)
+    backends = backends_of(device)
     if override is not None and override not in backends:
         raise ValueError(f"unknown attention backend {override!r}; there are: {', '.join(backends)}")
     refusals: list[tuple[str, list[str]]] = []

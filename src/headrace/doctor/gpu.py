@@ -31,9 +31,20 @@ def gpu(measure: bool = True) -> Section:
     section.add("calls", own)
     early = facts.capability >= (9, 0)
     section.add("launches", "kernels start while the one before ends" if early else "kernels start one after the other")
-    section.add(
-        "attention", "triton, with the library's for long prompts without a prefix; native and reference: CPU only"
-    )
+    from headrace.attention.select import backends_of
+
+    for name, backend in backends_of("cuda").items():
+        missing = getattr(backend, "unavailable", lambda: None)()
+        if "cuda" not in backend.caps.devices:
+            state = f"runs on {', '.join(sorted(backend.caps.devices))} only"
+        elif name == "triton":
+            state = "first choice, with the library's for long prompts without a prefix"
+        else:
+            state = f"refused: {missing}" if missing else f"only where asked for: attention_backend={name}"
+        section.add(f"attention {name}", f"{state}; KV as {', '.join(sorted(backend.caps.kv_formats))}")
+    from headrace.ops.triton.attention_table import measured_rules
+
+    section.add("thresholds", f"{len(measured_rules())} shapes of attention measured (headrace bench attention)")
     from headrace.ops.triton.tile_table import measured_tiles
 
     section.add("tiles", f"{len(measured_tiles())} measured for this GPU, a rule for others (headrace bench tiles)")
