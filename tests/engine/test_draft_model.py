@@ -9,8 +9,10 @@ from headrace import LLM, SamplingParams
 from headrace.autopilot.depth import AutoDepth, PassCost
 from headrace.config import ConfigError
 from headrace.core.drafting import break_even, expected_tokens
-from headrace.core.plan import DraftPass
+from headrace.core.plan import DraftPass, StageTimes, StepPlan, StepResult
 from headrace.core.request import Request
+from headrace.ledger.machine import MachineFacts
+from headrace.ledger.work import StepWork
 from headrace.sampling.params import Grammar
 from tiny import write_tiny_llama
 
@@ -162,15 +164,18 @@ def test_what_cannot_draft_is_refused(models):
 
 
 class Linear:
-    """A cost model in which each token of a step adds a share of the step's time."""
+    """A cost model in which each token of a step adds a share of the step's time, as its machine's rates have it."""
 
-    def predict(self, count):
-        return 1.0 + 0.02 * (count - 1)
+    facts = MachineFacts("made up", 1.0, 1 / 1.5, 1, 0.0)
+
+    def predict(self, work):
+        return work.flops_linear
 
 
 class Tokens:
     def work(self, spans, num_logits):
-        return int(spans[2].sum())
+        count = int(spans[2].sum())
+        return StepWork(num_tokens=count, flops_linear=1.0 + 0.02 * (count - 1))
 
 
 def chosen(pass_seconds, acceptance, num_rows=1):
@@ -179,6 +184,12 @@ def chosen(pass_seconds, acceptance, num_rows=1):
         cost.observe(DraftPass(num_rows, pass_seconds))
     policy = AutoDepth(Linear(), Tokens(), 8, ("suffix", "draft"), {"draft": cost})
     requests = [Request(str(i), [1], GREEDY, max_new_tokens=9) for i in range(num_rows)]
+    plain = StepPlan(0, spans=np.ones((4, num_rows), np.int32) * [[1], [1], [1], [0]], yields=np.ones(num_rows, bool))
+    for _ in range(4):  # steps without drafts come first
+        assert not policy.limits([(request, 0) for request in requests], num_rows).size
+        policy.observe_step(plain, StepResult(0, [[1]] * num_rows, [0] * num_rows, times=StageTimes(forward=1.0)))
+    policy.prior = dict(enumerate(acceptance))
+    policy.accounts.budget(1, num_rows).settle(0.0, 1.0, num_drafts=1000)  # it was tried
     for request in requests:
         request.acceptance = dict(enumerate(acceptance))
     return policy.limits([(request, 0) for request in requests], num_rows)[:, 0].tolist()

@@ -39,11 +39,12 @@ def test_text_is_the_same_and_drafts_are_accepted(folder, options, speculate):
             expected, found = plain.generate(PROMPTS, each), drafting.generate(PROMPTS, each)
             assert tokens(found) == tokens(expected)
             assert [o.outputs[0].text for o in found] == [o.outputs[0].text for o in expected]
-        # with three tokens to choose from, a greedy model falls into loops, which a look-up foresees
-        before = len(drafting.engine.ledger.records())
+        drafting.engine.core.scheduler.check()
+    # with three tokens to choose from, a greedy model falls into loops, which a look-up foresees
+    with LLM(folder) as plain, LLM(folder, speculate=speculate, **options) as drafting:
         few = GREEDY.with_(allowed_token_ids=(70, 71, 72))
         assert tokens(drafting.generate(PROMPTS, few)) == tokens(plain.generate(PROMPTS, few))
-        assert len(drafting.engine.ledger.records()) - before < 40, "60 tokens must take clearly fewer steps"
+        assert len(drafting.engine.ledger.records()) < 45, "60 tokens must take clearly fewer steps"
         drafting.engine.core.scheduler.check()
 
 
@@ -140,7 +141,7 @@ def test_depth_follows_cost_and_acceptance():
 def test_acceptance_is_learnt_and_bad_luck_is_forgiven():
     policy = AutoDepth(Linear(0.3), Tokens(), 4)
     request = Request("a", [1], GREEDY, max_new_tokens=9)
-    for _ in range(60):
+    for _ in range(150):
         policy.observe(request, 4, 0)
     assert request.acceptance[0] < 0.1 and policy.depth(request, 4, 1) == 0
     waited = next(step for step in range(1000) if policy.depth(request, 4, 1))

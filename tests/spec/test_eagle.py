@@ -194,7 +194,7 @@ def test_drafts_are_those_of_the_reference(models, head, monkeypatch):
 def test_features_are_the_hidden_states_of_transformers(models, head):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    with LLM(models["target"], speculate="eagle", draft_model=models[head], mode="exact") as llm:
+    with LLM(models["target"], speculate="eagle", draft_model=models[head], mode="exact", num_draft_tokens=3) as llm:
         (proposer,) = llm.engine._worker.proposer._proposers.values()
         seen = []
         propose = proposer.propose

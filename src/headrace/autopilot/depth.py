@@ -9,6 +9,10 @@ Of all depths k and proposers that with the most tokens per second for the whole
 be refused when many requests share the step. Acceptance is estimated per request and proposer; a request's first
 estimate is that of the requests before it.
 
+Predictions and estimates may be wrong, and cost time to correct. So what drafts gain and cost is measured, step by
+step, and each way to draft has a budget of losses (autopilot/loss_budget.py): with nothing left it is not asked. A
+network is tried by one request first; where not even drafts that are all accepted could pay, nobody is asked at all.
+
 A tree of drafts comes with a value for each node, the chance that it is accepted as its proposer sees it. There E is 1
 plus the values' sum, times how much of such promises came true so far, and a number of nodes is chosen in place of k.
 """
@@ -20,58 +24,60 @@ from typing import NamedTuple
 
 import numpy as np
 
+from headrace.autopilot.accounts import DraftAccounts
+from headrace.autopilot.verify_cost import rounded
 from headrace.core.drafting import Spans, allows, expected_tokens
 from headrace.core.plan import DraftPass, StepPlan, StepResult
 from headrace.core.request import Request
 from headrace.ledger.cost import CostModel
-from headrace.ledger.work import WorkModel
+from headrace.ledger.work import StepWork, WorkModel
 
 _PRIOR = 0.7  # acceptance assumed of the first drafts of all: optimism costs a few steps, pessimism would never try
-_MEMORY = 0.96  # weight of the past against one more verified draft of a request
-_LONG_MEMORY = 0.99  # the same of all requests together
-_FORGET = 0.02  # per step without verification the estimate moves this far back to the prior, so that it is tried
-# again; divided by the requests that decode, so that trying costs a step the same at every load
-_NETWORK_FORGET = 0.005  # the same for networks: a try costs passes, and what they guess right changes slowly
+_MEMORY = 0.98  # weight of the past against one more verified draft of a request
+_NETWORK_MEMORY = 0.99  # the same for networks, which guess about alike everywhere
+_LONG_MEMORY, _NETWORK_LONG_MEMORY = 0.99, 0.998  # the same of all requests together
+_OWN = 0.25  # of what is thought of a network, for one request: what that request has seen
+_FORGET = 0.02  # per step without verification the estimate of a look-up moves this far back to the prior, so that it
+# is tried again; divided by the requests that decode, so that trying costs a step the same at every load
 _DOUBT = 8  # drafts of a network that count as much as _PRIOR does: what it guesses right is known soon, and is
 # about the same for all requests, whereas a look-up depends on whether the text repeats
-_MARGIN, _MARGIN_OFF = 1.02, 1.05  # drafts must promise this much; more, where the request has none now: hysteresis
+_MARGIN, _MARGIN_OFF = 1.005, 1.02  # drafts must promise this much; more, where the request has none now: hysteresis
+_WORTH_TRYING = 1.02  # what drafts that are all accepted must bring
+_TRIAL = 4  # drafts of a trial that only better ones than assumed would make worth while
 _CONTEXT = 256  # tokens of context assumed; the difference between depths hardly depends on it
-_REFRESH = 512  # decisions between looks at the cost model
+_REFRESH = 32  # steps between looks at costs; while little is known, _EARLY
+_EARLY, _EARLY_STEPS = 4, 256
 _STEPS = 50  # acceptances are told apart by 1 / this
 _DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
 _SHARE_MEMORY = 0.8  # weight of the past in the share of requests that have drafts
 
 
 class PassCost:
-    """Seconds of a pass of the drafting network: a prediction from its work, corrected by what passes take. Before any
-    was measured it is what reading the network takes at the least: a cost that is thought too high is never tried."""
+    """Seconds of a pass of the drafting network: measured, or for numbers of rows that were not seen yet the least that
+    it can take, from its work, and no less than fewer rows took: a cost that is thought too high is never tried."""
 
     def __init__(self, cost: CostModel, work: WorkModel):
-        self._cost = cost
+        self._facts = cost.facts
         self._work = work
-        self._factor = 1.0
-        self._known = 0
+        self._known: dict[int, tuple[float, int]] = {}  # rows, rounded -> seconds, measurements
 
     def seconds(self, num_rows: int) -> float:
-        if not self._known:
-            return self._work.work(self._spans(num_rows), num_rows).bytes_total / self._cost.facts.read_bandwidth
-        return self._factor * self._roof(num_rows)
+        key = rounded(num_rows)
+        if key in self._known:
+            return self._known[key][0]
+        spans = np.ones((4, num_rows), np.int32)
+        spans[1] = _CONTEXT
+        work = self._work.work(spans, num_rows)
+        least = max(work.bytes_total / self._facts.read_bandwidth, work.flops_total / self._facts.flops)
+        return max([least, *(seconds for rows, (seconds, _) in self._known.items() if rows < key)])
 
     def observe(self, each: DraftPass) -> None:
         """One pass was measured."""
-        ratio = each.seconds / self._roof(each.num_rows)
-        self._known += 1
-        weight = max(0.05, 1 / self._known)
-        self._factor += weight * (min(ratio, 4 * self._factor) - self._factor)  # a pause of the machine moves little
-
-    def _roof(self, num_rows: int) -> float:
-        return self._cost.predict(self._work.work(self._spans(num_rows), num_rows))
-
-    @staticmethod
-    def _spans(num_rows: int) -> np.ndarray:
-        spans = np.ones((4, num_rows), np.int32)
-        spans[1] = _CONTEXT
-        return spans
+        key = rounded(each.num_rows)
+        known, count = self._known.get(key, (each.seconds, 0))
+        weight = max(0.05, 1 / (count + 1))
+        # a pause of the machine moves little
+        self._known[key] = known + weight * (min(each.seconds, 4 * known) - known), count + 1
 
 
 class _Best(NamedTuple):
@@ -104,16 +110,18 @@ class AutoDepth:
         named = tuple(enumerate(self._proposers))
         self._look_ups = tuple(source for source, name in named if name not in self._networks)
         self._network_sources = tuple(source for source, name in named if name in self._networks)
-        self._prior = dict.fromkeys(range(len(self._proposers)), _PRIOR)
+        self.accounts = DraftAccounts(cost, work, [name in self._networks for name in self._proposers])
+        self.prior = dict.fromkeys(range(len(self._proposers)), _PRIOR)
         self._promise = dict.fromkeys(range(len(self._proposers)), 1.0)  # as Request.promise, of all requests together
         self._seconds: dict[tuple[int, int], float] = {}  # (rows, drafts) -> predicted seconds
         self._best: dict[tuple[bool, int, float, int, int], _Best] = {}  # with a network's cost, most, acceptance, n, R
         self._passes: dict[int, float] = {}
-        self._asked = 0
+        self._steps = 0
         self._tried = 0  # drafts of networks that were verified
         self._share = 0.5  # of the requests that decode: those with drafts to verify
         self._chosen: list[tuple[int, int]] = []  # (proposer, drafts) of each request of the step being planned
         self._last: _Best | None = None
+        self._left_alone = False  # nobody is asked after the step being planned: the budgets are used up
 
     def may_plan(self, requests: Iterable[Request], num_in_flight: int) -> bool:
         return not num_in_flight  # drafts continue what it brings
@@ -123,15 +131,22 @@ class AutoDepth:
     def depth(self, request: Request, available: int, num_rows: int) -> int:
         source = request.draft_source
         company = len(self._chosen) + 1
-        if request.draft_values:
-            best = self._last = self._of_tree(request, available, num_rows, company)
+        if self.accounts.budget(
+            source, num_rows
+        ).on_trial:  # they were made to be verified, whatever is thought of them
+            depth = min(available, self._most)
         else:
-            best = self._choose(source, self._acceptance(request, source), num_rows, available, company, drafted=True)
-        if not self._pays(request, best):
+            if request.draft_values:
+                best = self._last = self._of_tree(request, available, num_rows, company)
+            else:
+                acceptance = self._acceptance(request, source)
+                best = self._choose(source, acceptance, num_rows, available, company, drafted=True)
+            depth = best.depth if self._pays(request, best) else 0
+        if depth:
+            self._chosen.append((source, depth))
+        else:
             self._drift(request, source, num_rows)
-            return 0
-        self._chosen.append((source, best.depth))
-        return best.depth
+        return depth
 
     def _pays(self, request: Request, best: _Best) -> bool:
         request.speculates = best.depth > 0 and best.gain > (_MARGIN if request.speculates else _MARGIN_OFF)
@@ -139,11 +154,13 @@ class AutoDepth:
 
     def observe(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         source = request.draft_source
-        acceptance, prior = self._acceptance(request, source), self._prior[source]
+        self.accounts.observe(source, num_drafts, num_accepted)
+        acceptance, prior = request.acceptance.get(source, self.prior[source]), self.prior[source]
+        memory = _NETWORK_MEMORY if source in self._network_sources else _MEMORY
         for trial in range(min(num_accepted + 1, num_drafts)):  # drafts behind the first wrong one were not tried
-            acceptance += (1 - _MEMORY) * ((trial < num_accepted) - acceptance)
+            acceptance += (1 - memory) * ((trial < num_accepted) - acceptance)
             prior += self._prior_weight(source) * ((trial < num_accepted) - prior)
-        request.acceptance[source], self._prior[source] = acceptance, prior
+        request.acceptance[source], self.prior[source] = acceptance, prior
         if promised := sum(request.draft_values[:num_drafts]):
             kept, own = min(num_accepted / promised, 4.0), request.promise.get(source, self._promise[source])
             request.promise[source] = own + (1 - _MEMORY) * (kept - own)
@@ -154,7 +171,7 @@ class AutoDepth:
         if source not in self._network_sources:
             return 1 - _LONG_MEMORY
         self._tried += 1
-        return max(1 - _LONG_MEMORY, 1 / (_DOUBT + self._tried))
+        return max(1 - _NETWORK_LONG_MEMORY, 1 / (_DOUBT + self._tried))
 
     # -- what to draft next
 
@@ -162,24 +179,43 @@ class AutoDepth:
         if num_rows:
             share = min(1.0, len(self._chosen) / num_rows)
             self._share = _SHARE_MEMORY * self._share + (1 - _SHARE_MEMORY) * share
+        rows = max(1, num_rows)
+        asked: tuple[int, ...] = ()
+        if self.accounts.ready:
+            asked = tuple(source for source in range(len(self._proposers)) if self._may_ask(source, rows))
+        self._left_alone = not asked
+        if not asked:
+            return np.zeros((0, len(spans)), np.int32)
         lone = len(self._proposers) == 1 and not self._networks
         if lone and all(request.params.draft_method is None for request, _ in spans):
-            return None  # a look-up costs nothing: what of it is verified is decided then
+            return None  # what of a look-up is verified is decided then
         columns: list[list[int]] = []
         company = 1  # requests that will have drafts, this one included
+        trying: set[int] = set()  # networks on trial that have a request already
         for request, _ in spans:
-            columns.append(self._limits_of(request, max(1, num_rows), company))
+            columns.append(self._limits_of(request, rows, company, asked, trying))
             company += any(columns[-1])
         return np.array(columns, np.int32).reshape(-1, len(self._proposers)).T
 
-    def _limits_of(self, request: Request, num_rows: int, company: int) -> list[int]:
+    def _may_ask(self, source: int, num_rows: int) -> bool:
+        """Whether its budget allows it, and drafts that are all accepted would pay."""
+        if not self.accounts.budget(source, num_rows).open:
+            return False
+        network = source in self._network_sources
+        perfect = self._choose(source, 1.0, num_rows, self._most, 1, drafted=not network)
+        return perfect.gain > _WORTH_TRYING
+
+    def _limits_of(
+        self, request: Request, num_rows: int, company: int, asked: tuple[int, ...], trying: set[int]
+    ) -> list[int]:
         """For the proposer that pays most; and behind a look-up, which may find nothing, for the network if it pays."""
         limits = [0] * len(self._proposers)
-        acceptance, get = self._prior, request.acceptance.get
-        look_ups, networks = self._look_ups, self._network_sources
+        acceptance, get = self.prior, request.acceptance.get
+        own = asked
         if request.params.draft_method is not None:
-            look_ups = tuple(source for source in look_ups if allows(request, self._proposers[source]))
-            networks = tuple(source for source in networks if allows(request, self._proposers[source]))
+            own = tuple(source for source in asked if allows(request, self._proposers[source]))
+        look_ups = tuple(source for source in self._look_ups if source in own)
+        networks = tuple(source for source in self._network_sources if source in own)
         # look-ups cost the same, nothing, so the one that is right most often pays most
         look_up = max(look_ups, key=lambda source: get(source, acceptance[source]), default=None)
         gain = 0.0
@@ -188,15 +224,27 @@ class AutoDepth:
             if networks:
                 gain = self._best_of(look_up, request, num_rows, company).gain
         for source in networks:
+            if self.accounts.budget(source, num_rows).on_trial:
+                if source not in trying:
+                    trying.add(source)
+                    limits[source] = self._trial_depth(source, request, num_rows)
+                    if look_up is not None:
+                        limits[look_up] = 0
+                continue
             best = self._best_of(source, request, num_rows, company)
             if best.depth and best.gain > (_MARGIN if request.speculates else _MARGIN_OFF):
                 limits[source] = best.depth
                 if look_up is not None and best.gain > gain:
                     limits[look_up] = 0
-        for source in (*look_ups, *networks):
+        for source in own:
             if not limits[source]:
                 self._drift(request, source, num_rows)
         return limits
+
+    def _trial_depth(self, source: int, request: Request, num_rows: int) -> int:
+        acceptance = max(self._acceptance(request, source), _PRIOR)
+        best = self._choose(source, acceptance, num_rows, self._most, 1, drafted=False)
+        return best.depth if best.gain > _MARGIN_OFF else min(_TRIAL, self._most)
 
     def _best_of(self, source: int, request: Request, num_rows: int, company: int) -> _Best:
         acceptance = self._acceptance(request, source)
@@ -205,6 +253,8 @@ class AutoDepth:
     def decisions(self) -> list[tuple[str, ...]]:
         chosen, self._chosen = self._chosen, []
         best, self._last = self._last, None
+        if self._left_alone:
+            return [("drafts", "none", "they could not pay here, or cost more than they brought and rest for a while")]
         if best is None:
             return []
         counts: dict[str, int] = {}
@@ -217,16 +267,26 @@ class AutoDepth:
         for network in self._networks.values():
             for each in result.draft_passes:
                 network.observe(each)
+        self.accounts.settle(plan, result)
+        self._steps += 1
+        if self._steps % (_EARLY if self._steps < _EARLY_STEPS else _REFRESH) == 0:
+            self._seconds.clear()
+            self._best.clear()
+            self._passes.clear()
 
     # -- accounts
 
     def _acceptance(self, request: Request, source: int) -> float:
-        return request.acceptance.get(source, self._prior[source])
+        prior = self.prior[source]
+        own = request.acceptance.get(source, prior)
+        return _OWN * own + (1 - _OWN) * prior if source in self._network_sources else own
 
     def _drift(self, request: Request, source: int, num_rows: int) -> None:
-        forget = _NETWORK_FORGET if source in self._network_sources else _FORGET
-        acceptance, rate = self._acceptance(request, source), forget / num_rows
-        request.acceptance[source] = acceptance + rate * (max(_PRIOR, self._prior[source]) - acceptance)
+        """Of a look-up; networks are tried when their budgets say so."""
+        prior = self.prior[source]
+        goal = prior if source in self._network_sources else max(_PRIOR, prior)
+        acceptance, rate = request.acceptance.get(source, prior), _FORGET / num_rows
+        request.acceptance[source] = acceptance + rate * (goal - acceptance)
         if source in request.promise:
             request.promise[source] += rate * (max(1.0, self._promise[source]) - request.promise[source])
 
@@ -249,10 +309,9 @@ class AutoDepth:
         """The best depth up to `most`, where as many requests have drafts as in the steps before, and at least the
         `company` that is known. Where the drafts exist already, their cost is no longer a matter of choice."""
         drafting = _rounded(max(company, self._share * num_rows))
+        if source in self._network_sources:  # what it guesses right is about the same for all: all or none
+            drafting = num_rows
         network = None if drafted else self._networks.get(self._proposers[source])
-        self._asked += 1
-        if self._asked % _REFRESH == 0:
-            self._forget_costs()
         rounded = round(acceptance * _STEPS) / _STEPS
         key = (network is not None, most, rounded, drafting, num_rows)
         found = self._best.get(key)
@@ -282,17 +341,19 @@ class AutoDepth:
     def _predict(self, num_rows: int, drafts: int) -> float:
         key = (num_rows, drafts)
         if key not in self._seconds:
-            spans = np.full((4, num_rows), 1, np.int32)
-            spans[1] = _CONTEXT
-            spans[2] += drafts // num_rows
-            spans[2, 0] += drafts % num_rows
-            self._seconds[key] = self._cost.predict(self._work.work(spans, num_rows + drafts))
+            plain = self._work_of(num_rows, 0)
+            if drafts:
+                self._seconds[key] = self.accounts.seconds(num_rows, self._work_of(num_rows, drafts), plain)
+            else:
+                self._seconds[key] = self.accounts.plain_seconds(plain)
         return self._seconds[key]
 
-    def _forget_costs(self) -> None:
-        self._seconds.clear()
-        self._best.clear()
-        self._passes.clear()
+    def _work_of(self, num_rows: int, drafts: int) -> StepWork:
+        spans = np.full((4, num_rows), 1, np.int32)
+        spans[1] = _CONTEXT
+        spans[2] += drafts // num_rows
+        spans[2, 0] += drafts % num_rows
+        return self._work.work(spans, num_rows + drafts)
 
 
 def _rounded(number: float) -> int:

@@ -153,6 +153,7 @@ class StepResult:
     # span whose drafts are a tree -> how likely each of its nodes is believed to be accepted, most likely first
     draft_values: dict[int, list[float]] = field(default_factory=dict)
     draft_passes: tuple[DraftPass, ...] = ()
+    draft_seconds: tuple[float, ...] = ()  # what each of the engine's proposers took after this step; (): nobody says
     dropped: tuple[str, ...] = ()  # proposers that failed in this step and are not asked again
     candidates: dict[int, list[tuple[int, float]]] = field(default_factory=dict)  # span of a beam -> its best next
     # tokens with their log-probabilities after every stage, best first

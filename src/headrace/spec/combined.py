@@ -4,6 +4,7 @@ of all of them in one tree; one that fails is left out."""
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ from headrace.spec.base import DraftContext, Drafts, Proposer
 from headrace.spec.tree import TokenTree, packed
 
 _log = logging.getLogger(__name__)
+_SKIPPED = 32  # steps after which a look-up is shown new tokens, though nobody wants its drafts
 _CHAIN = 0.7  # what a draft that says nothing of itself is believed to be worth, given the one before it
 
 
@@ -28,6 +30,9 @@ class CombinedProposer:
         self.names = tuple(name for name, _ in proposers)
         self._proposers: dict[int, Proposer] = dict(enumerate(proposer for _, proposer in proposers))
         self._dropped: list[str] = []  # since the last step was told of them
+        self._skipped = 0
+        self._resting = True  # networks were not asked by the last call of `propose`
+        self.seconds: tuple[float, ...] = ()  # that each proposer took in the last call of `propose`
 
     @property
     def weight_bytes(self) -> dict[str, int]:
@@ -54,18 +59,43 @@ class CombinedProposer:
         own = np.array(context.limits, np.int64)
         found: list[tuple[int, Drafts]] = []
         having = np.zeros(len(own), bool)
+        seconds = [0.0] * len(self.names)
+        self._skipped += 1
+        self._resting = context.wanted is not None and not len(context.wanted)
+        if self._resting:
+            self._rest(context, seconds)
+            return None
         for source, proposer in list(self._proposers.items()):
             limits = own if context.wanted is None else np.minimum(own, context.wanted[source])
+            if not limits.any() and self._skipped % _SKIPPED and not _is_network(proposer):
+                continue
+            started = time.perf_counter()
             # a row that has drafts is shown all the same, with a limit of 0: a look-up learns from its tokens
             drafts = self._try(source, proposer.propose, replace(context, limits=(limits * ~having).tolist()))
+            seconds[source] = time.perf_counter() - started
             if drafts is not None:
                 if not context.nodes:
                     having |= drafts.tokens[:, 0] >= 0
                 found.append((source, drafts))
+        self.seconds = tuple(seconds)
         return _one_tree(found, len(own), context.nodes) if context.nodes else _merged(found, len(own))
+
+    def _rest(self, context: DraftContext, seconds: list[float]) -> None:
+        """Nobody is asked: networks take in features, and look-ups, every so often, what is new."""
+        if not self._skipped % _SKIPPED:
+            shown = replace(context, limits=[0] * len(context.limits))
+            for source, proposer in list(self._proposers.items()):
+                if not _is_network(proposer):
+                    started = time.perf_counter()
+                    self._try(source, proposer.propose, shown)
+                    seconds[source] = time.perf_counter() - started
+        self.seconds = tuple(seconds)
+        self.watch(context)
 
     def passes(self) -> tuple[DraftPass, ...]:
         """What networks took in the last call of `propose`."""
+        if self._resting:
+            return ()
         return tuple(each for proposer in self._proposers.values() for each in getattr(proposer, "last_passes", ()))
 
     def watch(self, context: DraftContext) -> None:
@@ -93,6 +123,10 @@ class CombinedProposer:
             del self._proposers[source]
             self._dropped.append(name)
             return None
+
+
+def _is_network(proposer: Proposer) -> bool:
+    return hasattr(proposer, "last_passes")
 
 
 def _merged(found: Sequence[tuple[int, Drafts]], num_rows: int) -> Drafts | None:

@@ -8,6 +8,7 @@ of trees are the likeliest tokens then.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -100,6 +101,11 @@ class DraftModelProposer:
     def release(self, rows: Sequence[int]) -> None:
         self.runner.release(rows)
 
+    def watch(self, context: DraftContext) -> None:
+        """See CombinedProposer."""
+        if isinstance(self.runner, HeadRunner | StateRunner) and context.features is not None:
+            self.runner.watch(context.features, context.num_tokens)
+
     def propose(self, context: DraftContext) -> Drafts | None:
         chosen, depths = self.runner.begin(context, self._num_tokens)
         if not len(chosen):
@@ -119,7 +125,11 @@ class DraftModelProposer:
             at = rows[going]
             positions = known[going] + column
             logits = self._of_vocabulary(self.runner.step(at, positions))
+            started = time.perf_counter()
             tokens, scores, staged = self._draw(logits, context, at, positions)
+            if self.runner.passes:  # drawing is a part of what a draft costs
+                last = self.runner.passes[-1]
+                self.runner.passes[-1] = last._replace(seconds=last.seconds + time.perf_counter() - started)
             drawn = np.isfinite(scores)  # else no token is allowed here: the draft ends before it
             for place in drawn.nonzero()[0].tolist() if self._residual and not context.nodes else ():
                 probs[going[place]].append(distribution(staged[place]))

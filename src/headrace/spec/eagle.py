@@ -17,7 +17,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import InitVar, dataclass, field
+from dataclasses import InitVar, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -122,6 +122,10 @@ class HeadFollower(ABC):
         self._feed_all_but_last([self._rows[int(context.rows[index])] for index in chosen])
         self._tokens = context.token_ids
         return np.array(chosen, np.int64), np.array(depths, np.int32)
+
+    def watch(self, features: StepFeatures, num_tokens: np.ndarray) -> None:
+        """Keep the features of a step after which nobody is asked for drafts, whose buffer is nobody else's."""
+        self._keep(features, num_tokens)
 
     def end(self, rows: np.ndarray, drafts: np.ndarray) -> None:
         """See DraftRunner: entries that the head made up are computed anew from the model's features."""
@@ -238,8 +242,11 @@ class HeadRunner(HeadFollower):
         self.passes.append(DraftPass(len(fresh), time.perf_counter() - started))
         return logits
 
-    def _cut(self, values: Array, first: int, count: int) -> np.ndarray:
-        return np.array(values[first : first + count], np.float32)
+    def _keep(self, step: StepFeatures, num_tokens: np.ndarray) -> None:
+        super()._keep(replace(step, values=np.array(step.values, np.float32)), num_tokens)  # one copy for all rows
+
+    def _cut(self, values: Array, first: int, count: int) -> Array:
+        return values[first : first + count]
 
     def _take(self, row: HeadRow, count: int) -> Array:
         """The next `count` kept features [count, H]."""

@@ -84,6 +84,10 @@ class StateRunner:
     def check(self) -> None:
         """There is no pool to account for."""
 
+    def watch(self, features: StepFeatures, num_tokens: np.ndarray) -> None:
+        """Keep what a step made, after which nobody is asked for drafts."""
+        self._keep(features)
+
     def _keep(self, step: StepFeatures) -> None:
         """The hidden state of each span's last token that stands."""
         for row, start, first, end in zip(

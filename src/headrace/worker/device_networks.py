@@ -26,7 +26,7 @@ from headrace.models.blocks import CausalLM
 from headrace.models.draft_heads import EagleHead
 from headrace.ops.xp import Array
 from headrace.sampling.sampler import Sampler
-from headrace.spec.base import DraftContext, Drafts, StepFeatures
+from headrace.spec.base import DraftContext, Drafts
 from headrace.spec.draft_runner import DraftFollower
 from headrace.spec.eagle import HeadFollower, HeadRow
 from headrace.worker.device_cache import DeviceKVCache
@@ -228,10 +228,6 @@ class DeviceHeadRunner(HeadFollower):
         counts = np.array([self._rows[row].num_kept for row in rows.tolist()], np.int32)
         self._feed(rows, counts)
         return self.sender.chain(rows, counts, depths, int(depths[0]) + 1)
-
-    def watch(self, features: StepFeatures, num_tokens: np.ndarray) -> None:
-        """Keep the features of a step whose buffer is nobody else's."""
-        self._keep(features, num_tokens)
 
     def settle(self) -> None:
         """Features that were not taken leave the model's buffer."""

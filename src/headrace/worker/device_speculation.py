@@ -63,6 +63,7 @@ class Speculation:
             num_drafts=num_drafts,
             draft_sources=sources,
             draft_passes=self.proposer.passes(),
+            draft_seconds=self.proposer.seconds,
             dropped=self.proposer.dropped(),
             times=replace(result.times, draft=time.perf_counter() - started),
         )

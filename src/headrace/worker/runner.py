@@ -91,6 +91,7 @@ class ModelRunner:
             draft_sources=sources,
             draft_values=values,
             draft_passes=self._proposer.passes(),
+            draft_seconds=self._proposer.seconds,
             dropped=self._proposer.dropped(),
             candidates=sampled.candidates,
             errors={**damaged, **sampled.errors},

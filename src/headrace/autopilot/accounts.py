@@ -1,0 +1,154 @@
+"""DraftAccounts: what drafts gained and cost, measured step by step, and the budgets that this leaves.
+
+A step of R decoding requests with drafts took some seconds; without them it would have taken what the cost model
+predicts for its spans, in proportion to a step without drafts that was measured. The difference is what verifying
+cost. A token beyond one a request is worth 1/R of such a step. What drafting cost is measured for each proposer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from headrace.autopilot.loss_budget import FIRST, LATER, LossBudget
+from headrace.autopilot.verify_cost import VerifyCost
+from headrace.core.plan import StepPlan, StepResult
+from headrace.ledger.cost import CostModel
+from headrace.ledger.work import StepWork, WorkModel
+
+_LEVELS = (0.5, 1.0)  # steps paid in before look-ups, and networks, are tried again
+_ADVANCE = 0.25  # of a step: what drafting costs beside passes and beyond this is spent once, not at each step
+_MEMORY = 0.9  # weight of the past in what steps without drafts take
+_ENOUGH = 4  # of them are measured before anything is drafted
+_EVERY = 4  # later, every so many is
+_FASTER = 1.5  # kernels of fewer bits may be so much faster than the rate that was measured with float32
+_PAUSE, _HELD_UP = 4.0, 1.5  # a step that takes so many times what is usual, and what is predicted with its drafts, was
+# held up by something else
+
+
+class DraftAccounts:
+    """A budget for the look-ups together, and for each network, at each load (a power of two of requests)."""
+
+    def __init__(self, cost: CostModel, work: WorkModel, networks: Sequence[bool]):
+        """`networks`: of each proposer, whether it runs one."""
+        self._cost = cost
+        self._work = work
+        self._groups = tuple(1 + source if is_network else 0 for source, is_network in enumerate(networks))
+        self._budgets: dict[tuple[int, int], LossBudget] = {}
+        self._known: set[int] = set()  # groups that have a budget anywhere
+        self._verified: dict[int, tuple[int, int]] = {}  # proposer -> drafts of this step, how many came true
+        self._reference = StepWork()  # of the last step without drafts that was measured
+        self._seconds = 0.0  # that it took, smoothed
+        self._compared = 0
+        self._steps = 0
+        self._verify = VerifyCost()
+
+    @property
+    def ready(self) -> bool:
+        """Steps without drafts are known, so that drafts can be held against them."""
+        return self._compared >= _ENOUGH
+
+    def budget(self, source: int, num_rows: int) -> LossBudget:
+        """Of a proposer, where so many requests decode."""
+        group, load = self._groups[source], num_rows.bit_length()
+        found = self._budgets.get((group, load))
+        if found is None:
+            start = LATER if group in self._known else FIRST
+            found = self._budgets[group, load] = LossBudget(start, _LEVELS[bool(group)], trials=bool(group))
+            self._known.add(group)
+        return found
+
+    def plain_seconds(self, work: StepWork) -> float:
+        """Of a step without drafts."""
+        predicted = self._cost.predict(work)
+        return predicted * self._seconds / self._cost.predict(self._reference) if self.ready else predicted
+
+    def seconds(self, num_rows: int, work: StepWork, plain: StepWork) -> float:
+        """Of a step with drafts, whose work is `work` and would be `plain` without: see VerifyCost."""
+        expected, without = self._cost.predict(work), self._cost.predict(plain)
+        if not self.ready:
+            return expected
+        measured = self.plain_seconds(plain)
+        least = self._roof(work) / max(measured, self._roof(plain))
+        return measured * self._verify.ratio(num_rows, work.num_tokens, expected / without, least)
+
+    def _roof(self, work: StepWork) -> float:
+        facts = self._cost.facts
+        return max(work.bytes_total / facts.read_bandwidth, work.flops_total / (_FASTER * facts.flops))
+
+    def observe(self, source: int, num_drafts: int, num_accepted: int) -> None:
+        """Drafts of one request were verified in the step that is being taken in."""
+        drafts, accepted = self._verified.get(source, (0, 0))
+        self._verified[source] = drafts + num_drafts, accepted + num_accepted
+
+    def settle(self, plan: StepPlan, result: StepResult) -> None:
+        """The step is over."""
+        verified, self._verified = self._verified, {}
+        num_rows = int(np.count_nonzero(plan.yields))
+        if not num_rows:
+            return
+        seconds, drafting = result.times.total - result.times.draft, self._drafting(result)
+        gained = dict.fromkeys(self._groups, 0.0)
+        passed = 1.0
+        if not plan.num_drafts.any() and plan.num_tokens == plan.num_spans == num_rows:
+            self._compare(plan, seconds)
+        if (verified or any(drafting)) and self.ready:
+            plain = self.plain_seconds(self._decode(plan))
+            step = self.plain_seconds(self._without(plan, num_rows))
+            num_drafts = sum(each for each, _ in verified.values())
+            if num_drafts:
+                expected = self._cost.predict(self._work.work(plan.spans, num_rows + num_drafts))
+                usual = plain / self._cost.predict(self._decode(plan)) * expected
+                seconds = min(seconds, max(_PAUSE * step, _HELD_UP * usual))
+            extra = seconds - step if num_drafts else 0.0
+            passed = 1.0
+            if plan.num_tokens == plan.num_spans + num_drafts and num_drafts:
+                passed = max(1.0, seconds / plain)
+                self._verify.observe(num_rows, plan.num_tokens, seconds / step)
+            for source, (count, accepted) in verified.items():
+                gained[self._groups[source]] += accepted / num_rows - extra / plain * count / num_drafts
+            passes = sum(each.seconds for each in result.draft_passes)
+            for source, spent in enumerate(drafting):
+                group = self._groups[source]
+                usual = min(spent, passes + _ADVANCE * plain) if group else min(spent, plain)
+                gained[group] -= usual / plain
+                if group and spent > usual:
+                    self.budget(source, num_rows).invest((spent - usual) / plain)
+        for source in dict(zip(self._groups, range(len(self._groups)), strict=True)).values():
+            group = self._groups[source]
+            count = sum(each for other, (each, _) in verified.items() if self._groups[other] == group)
+            self.budget(source, num_rows).settle(gained[group], passed, count)
+
+    def _drafting(self, result: StepResult) -> Sequence[float]:
+        """Seconds that each proposer took."""
+        if result.draft_seconds or not result.times.draft:
+            return result.draft_seconds
+        whose = bool(result.draft_passes)
+        sources = [source for source, group in enumerate(self._groups) if bool(group) == whose] or [0]
+        return [result.times.draft if source == sources[0] else 0.0 for source in range(len(self._groups))]
+
+    def _compare(self, plan: StepPlan, seconds: float) -> None:
+        self._steps += 1
+        if self.ready and self._steps % _EVERY:
+            return
+        work = self._without(plan, plan.num_spans)
+        if self._compared:
+            expected = self._seconds * self._cost.predict(work) / self._cost.predict(self._reference)
+            memory = min(_MEMORY, 1 - 1 / (1 + self._compared))
+            seconds = memory * expected + (1 - memory) * min(seconds, _PAUSE * expected)
+        self._reference, self._seconds = work, seconds
+        self._compared += 1
+
+    def _without(self, plan: StepPlan, num_rows: int) -> StepWork:
+        """The plan's spans without their drafts."""
+        spans = plan.spans.copy()
+        spans[2] -= spans[3]
+        return self._work.work(spans, num_rows)
+
+    def _decode(self, plan: StepPlan) -> StepWork:
+        """A decode step of the plan's spans that yield."""
+        spans = plan.spans[:, plan.yields].copy()
+        spans[1] += spans[2] - 1 - spans[3]
+        spans[2], spans[3] = 1, 0
+        return self._work.work(spans, spans.shape[1])
