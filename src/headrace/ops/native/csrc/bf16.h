@@ -10,6 +10,7 @@
 // times 2^64. That is taken off the sums; it makes room for weights that are too small by 2^112.
 
 constexpr int kTileNumbers = 512;
+constexpr int kDirect = 2;                   // tokens for which no tiles are filled
 constexpr int kFew = 32;                     // tokens whose sums stay in tiles for the whole of k
 constexpr int kRing = 4, kLag = 2;           // unpacked blocks kept; blocks that unpacking is ahead of multiplying
 constexpr int kStretch = 16;                 // blocks unpacked at once for more tokens: 32 KiB
@@ -82,6 +83,51 @@ NOINLINE static void few(const PanelJob& job) {
   finish_bf16(job, sums, Blocks<kFormat>::kScale);
 }
 
+// One or two tokens, in registers: what the tiles would do, bit for bit (tiles_emulated.h says what that is), which takes
+// less time than filling tiles for so few. x: of each token and block the first numbers of its pairs, then the second.
+template <int kFormat, int kTokens>
+NOINLINE static void direct_sums(const PanelJob& job, const float* x, float* sums) {
+  const int blocks = job.k / kBlock;
+  Blocks<kFormat> weights{job.weights, job.k};
+  f total[kTokens][P];
+  for (int t = 0; t < kTokens; ++t)
+    for (int p = 0; p < P; ++p) total[t][p] = zero();
+  for (int b = 0; b < blocks; ++b, x += 32) {
+    f even[kTokens][P], odd[kTokens][P];
+    for (int t = 0; t < kTokens; ++t)
+      for (int p = 0; p < P; ++p) even[t][p] = odd[t][p] = zero();
+    weights.rows([&](int p, int row, i shifted) __attribute__((always_inline)) {
+      const i mask = _mm512_set1_epi32(static_cast<int>(uint32_t{kHalfBits} << 16));
+      const f first = _mm512_castsi512_ps(_mm512_and_si512(_mm512_slli_epi32(shifted, 16), mask));
+      const f second = _mm512_castsi512_ps(_mm512_and_si512(shifted, mask));
+#pragma GCC unroll 2
+      for (int t = 0; t < kTokens; ++t) {
+        even[t][p] = fma(set1(x[t * job.k + row]), first, even[t][p]);
+        odd[t][p] = fma(set1(x[t * job.k + 16 + row]), second, odd[t][p]);
+      }
+    });
+    for (int t = 0; t < kTokens; ++t)
+      for (int p = 0; p < P; ++p) total[t][p] = add(total[t][p], add(even[t][p], odd[t][p]));
+  }
+  for (int t = 0; t < kTokens; ++t)
+    for (int p = 0; p < P; ++p) store(sums + t * kPanel + p * W, total[t][p]);
+}
+
+template <int kFormat>
+NOINLINE static void direct(const PanelJob& job) {
+  float *sums = job.scratch, *x = job.scratch + kDirect * kPanel;
+  for (int t = 0; t < job.tokens; ++t)
+    for (int b = 0; b < job.k / kBlock; ++b) {
+      const i pairs = _mm512_loadu_si512(job.tiles + b * kTileNumbers + t * 32);
+      const i high = _mm512_set1_epi32(static_cast<int>(0xFFFF0000u));
+      store(x + t * job.k + b * 32, _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)));
+      store(x + t * job.k + b * 32 + W, _mm512_castsi512_ps(_mm512_and_si512(pairs, high)));
+    }
+  const auto sum = job.tokens == 1 ? direct_sums<kFormat, 1> : direct_sums<kFormat, 2>;
+  under_tile_rules([&] { sum(job, x, sums); });
+  finish_bf16(job, sums, Blocks<kFormat>::kScale);
+}
+
 // 16 * kTiles tokens over a stretch of `count` unpacked blocks.
 template <int kTiles>
 NOINLINE static void stretch(const uint16_t* first, ptrdiff_t apart, const uint8_t* weights, int count, bool begins,
@@ -115,6 +161,7 @@ NOINLINE static void many(const PanelJob& job) {
 }
 
 struct Bf16Functions {
+  void (*direct)(const PanelJob&);  // null: there is none for the format
   void (*one)(const PanelJob&);
   void (*two)(const PanelJob&);
   void (*many)(const PanelJob&);
@@ -123,7 +170,9 @@ struct Bf16Table {
   Bf16Functions of[kNumFormats];
   template <int kFormat>
   void add_format() {
-    of[kFormat] = {few<kFormat, 1>, few<kFormat, 2>, many<kFormat>};
+    void (*no_tiles)(const PanelJob&) = nullptr;
+    if constexpr (stays_half(kFormat)) no_tiles = direct<kFormat>;
+    of[kFormat] = {no_tiles, few<kFormat, 1>, few<kFormat, 2>, many<kFormat>};
   }
   void fill() {  // F32 is not here: such a matrix is multiplied in float32
     add_format<F16>(), add_format<BF16>(), add_format<Q4_0>(), add_format<Q4_1>(), add_format<Q5_0>();
@@ -136,6 +185,8 @@ static Bf16Table kBf16;
 static void bf16_panel(const PanelJob& whole) {
   if (whole.tokens <= 0) return;
   const Bf16Functions& functions = kBf16.of[whole.format];
+  const bool fits = static_cast<size_t>(whole.tokens) * whole.k + kDirect * kPanel <= bf16_scratch();
+  if (functions.direct && whole.tokens <= kDirect && fits) return functions.direct(whole);
   if (whole.tokens <= kFew) return whole.tokens <= 16 ? functions.one(whole) : functions.two(whole);
   PanelJob job = whole;
   for (int left = whole.tokens; left > 0; left -= job.tokens) {

@@ -24,11 +24,10 @@ INLINE void store_row(uint8_t* to, f first, f second) {
   _mm512_store_si512(to, _mm512_permutexvar_epi16(_mm512_load_si512(kOrder), to_bf16(first, second)));
 }
 
-// A row of fp16 as one of bfloat16, 2^112 smaller: sign, five bits of exponent, seven of the fraction.
-INLINE void store_halves(uint8_t* to, i halves) {
-  const i up = _mm512_srai_epi16(_mm512_add_epi16(halves, _mm512_set1_epi16(4)), 3);
-  _mm512_store_si512(to, _mm512_and_si512(up, _mm512_set1_epi16(static_cast<short>(0x8FFF))));
-}
+// A row of fp16 as one of bfloat16, 2^112 smaller: sign, five bits of exponent, seven of the fraction. Three bits between
+// them are still to be cleared.
+INLINE i shifted_halves(i halves) { return _mm512_srai_epi16(_mm512_add_epi16(halves, _mm512_set1_epi16(4)), 3); }
+constexpr uint16_t kHalfBits = 0x8FFF;
 
 // 16 fp16, each twice: for both k of an output.
 INLINE i half_pairs(const uint8_t* p) {
@@ -66,15 +65,12 @@ struct Blocks {
   int block = 0;
 
   INLINE void unpack(uint8_t* to) {
-    if constexpr (kInfo.header_bytes != 0)
-      if (block % kSuper == 0) {
-        header = at;
-        at += kInfo.header_bytes;
-        if constexpr (!stays_half(kFormat)) decoder.header(header);
-      }
-    const int lines = kInfo.block == 1 ? kBlock * kInfo.block_bytes : kInfo.block_bytes;
-    for (int line = 0; line < lines; line += 64) prefetch(at + kPrefetch + line);
-    if constexpr (stays_half(kFormat)) halves(to);
+    open();
+    if constexpr (stays_half(kFormat))
+      halves([to](int p, int row, i shifted) __attribute__((always_inline)) {
+        const i kept = _mm512_and_si512(shifted, _mm512_set1_epi16(static_cast<short>(kHalfBits)));
+        _mm512_store_si512(to + p * kTileBytes + row * 64, kept);
+      });
     else if constexpr (kInfo.block == 1) {
       if (left >= kBlock) plain<true>(to);
       else plain<false>(to);
@@ -84,22 +80,44 @@ struct Blocks {
     left -= kBlock;
   }
 
+  // The block's rows in order, instead of tiles: use(p, row, shifted halves). Of formats that stay in 16 bits.
+  template <class Use>
+  INLINE void rows(Use use) {
+    open();
+    halves(use);
+    at += kInfo.block_bytes;
+    ++block;
+  }
+
  private:
-  INLINE void halves(uint8_t* to) {
+  INLINE void open() {
+    if constexpr (kInfo.header_bytes != 0)
+      if (block % kSuper == 0) {
+        header = at;
+        at += kInfo.header_bytes;
+        if constexpr (!stays_half(kFormat)) decoder.header(header);
+      }
+    const int lines = kInfo.block == 1 ? kBlock * kInfo.block_bytes : kInfo.block_bytes;
+    for (int line = 0; line < lines; line += 64) prefetch(at + kPrefetch + line);
+  }
+
+  template <class Use>
+  INLINE void halves(Use use) {
     constexpr bool kBytes = kFormat == Q8_0 || kFormat == Q8_64, kMin = kFormat == Q4_1 || kFormat == Q4_64;
     const uint8_t* scales = at + (kBytes ? 1024 : 512);
     if constexpr (kInfo.header_bytes != 0) scales = header + block % kSuper / 2 * (kMin ? 128 : 64);
 #pragma GCC unroll 2
-    for (int p = 0; p < P; ++p, to += kTileBytes) {
+    for (int p = 0; p < P; ++p) {
       const i d = half_pairs(scales + p * 32), m = kMin ? half_pairs(scales + 64 + p * 32) : zero_words();
       if constexpr (kBytes) {
-#pragma GCC unroll 8
-        for (int z = 0; z < 8; ++z) {
-          const i w = words(at + (p * 8 + z) * 64), low = _mm512_and_si512(w, _mm512_set1_epi16(0xFF));
-          uint8_t* rows = to + (z / 2 * 4 + z % 2) * 64;
-          store_halves(rows, half_mul(byte_halves(low), d));
-          store_halves(rows + 128, half_mul(byte_halves(_mm512_srli_epi16(w, 8)), d));
-        }
+#pragma GCC unroll 4
+        for (int z = 0; z < 8; z += 2)
+#pragma GCC unroll 4
+          for (int j = 0; j < 4; ++j) {
+            const i w = words(at + (p * 8 + z + j % 2) * 64);
+            const i low = j < 2 ? _mm512_and_si512(w, _mm512_set1_epi16(0xFF)) : _mm512_srli_epi16(w, 8);
+            use(p, 2 * z + j, shifted_halves(half_mul(byte_halves(low), d)));
+          }
       } else {
 #pragma GCC unroll 4
         for (int z = 0; z < 4; ++z) {
@@ -107,7 +125,7 @@ struct Blocks {
 #pragma GCC unroll 4
           for (int j = 0; j < 4; ++j) {
             const i q = nibble_halves<!kMin>(j ? _mm512_srli_epi16(w, 4 * j) : w);
-            store_halves(to + (4 * z + j) * 64, kMin ? half_fma(q, d, m) : half_mul(q, d));
+            use(p, 4 * z + j, shifted_halves(kMin ? half_fma(q, d, m) : half_mul(q, d)));
           }
         }
       }

@@ -12,6 +12,17 @@ namespace HEADRACE_PATH {
 namespace {
 #include "vec_avx512.h"
 #include "formats.h"
+
+// `work`, which goes through memory, under the rules by which tiles compute: denormals and what would be one are zero.
+template <class Work>
+INLINE void under_tile_rules(Work work) {
+  uint32_t before;
+  const uint32_t wanted = 0x9FC0;  // all exceptions masked, to nearest, denormals are zero, results flushed to zero
+  asm volatile("stmxcsr %0\n\tldmxcsr %1" : "=m"(before) : "m"(wanted) : "memory");
+  work();
+  asm volatile("ldmxcsr %0" ::"m"(before) : "memory");
+}
+
 #include HEADRACE_TILES
 #include "bf16_weights.h"
 #include "bf16.h"

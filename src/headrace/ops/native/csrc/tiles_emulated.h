@@ -67,12 +67,8 @@ NOINLINE static void multiply_tiles(Tile& sums, const Tile& inputs, const Tile& 
 template <int kSums, int kInputs, int kWeights>
 INLINE void tile_multiply() {
   refuse_unless(tile_rows[kSums] > 0 && tile_rows[kInputs] == tile_rows[kSums] && tile_rows[kWeights] == 16);
-  uint32_t before;
-  const uint32_t wanted = 0x9FC0;  // all exceptions masked, to nearest, denormals are zero, results flushed to zero
-  // the product goes through memory, which both clobber: it stays between them
-  asm volatile("stmxcsr %0\n\tldmxcsr %1" : "=m"(before) : "m"(wanted) : "memory");
-  multiply_tiles(tile_data[kSums], tile_data[kInputs], tile_data[kWeights], tile_rows[kSums]);
-  asm volatile("ldmxcsr %0" ::"m"(before) : "memory");
+  under_tile_rules(
+      [] { multiply_tiles(tile_data[kSums], tile_data[kInputs], tile_data[kWeights], tile_rows[kSums]); });
 }
 
 INLINE i rounded_to_bf16(f value) {  // in the lower half of each word
