@@ -43,7 +43,7 @@ from headrace.sampling.params import SamplingParams
 
 BATCHES, PROMPT, PREFILL = (1, 8, 32), 32, 1024
 MODES = ("default", "fast", "exact")
-TOKENS = (1, 5, 16, 17, 32, 33, 64, 100)
+TOKENS = (1, 2, 5, 16, 17, 32, 33, 64, 100)
 BLOCKS = {  # bytes of a block, weights in it, places of its fp16 scales
     "F16": (2, 1, ()), "BF16": (2, 1, ()), "Q4_0": (18, 32, (0,)), "Q4_1": (20, 32, (0, 2)), "Q5_0": (22, 32, (0,)),
     "Q5_1": (24, 32, (0, 2)), "Q8_0": (34, 32, (0,)), "Q4_K": (144, 256, (0, 2)), "Q5_K": (176, 256, (0, 2)),
@@ -61,6 +61,7 @@ def random_rows(rng: np.random.Generator, format: str, rows: int, k: int) -> np.
     data = rng.integers(0, 256, (rows, k // weights, size), np.uint8)
     for place in scales:
         scale = 0.01 * (1 + rng.random((rows, k // weights, 1)))
+        scale[::4] *= 1e-3  # denormal in fp16
         data[:, :, place : place + 2] = scale.astype(np.float16).view(np.uint8)
     return data.reshape(rows, -1)
 

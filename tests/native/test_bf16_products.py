@@ -136,6 +136,16 @@ def test_fp16_keeps_what_bfloat16_does(tiles: str) -> None:
         ).all()
 
 
+@pytest.mark.parametrize("format", HALF)
+def test_scales_that_are_denormal_in_fp16(tiles: str, format: str) -> None:
+    rows = random_rows(np.random.default_rng(0), format, 40, 512, std=1e-5)
+    packed = pack([StoredTensor(format, rows, None)], 512, ARENA, "default")
+    x = inputs(20, 512)
+    whole = packed_linear(x, packed)
+    np.testing.assert_array_equal(whole, by_definition(x, dequantized(format, rows), format))
+    np.testing.assert_array_equal(packed_linear(x[:2], packed), whole[:2])
+
+
 def test_damaged_and_huge_tokens_stay_alone(tiles: str) -> None:
     rows = random_rows(np.random.default_rng(0), "Q4_K", 40, 512)
     packed = pack([StoredTensor("Q4_K", rows, None)], 512, ARENA, "default")
