@@ -28,7 +28,8 @@ def compile_all(model, *options):
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_all_kernels_of_an_engine(tmp_path, dim):
     said = compile_all(write_tiny_llama(tmp_path, hidden=256, inner=512, dim=dim))
-    for kernel in ("linear", "gated_linear", "decode", "prefill", "plan_items", "count", "chunk_best", "commit"):
+    attention = ("plan_slots", "list_units", "decode", "prefill")
+    for kernel in ("linear", "gated_linear", *attention, "count", "chunk_best", "commit"):
         assert f"_{kernel} " in said, f"_{kernel} was not compiled"
 
 

@@ -1,5 +1,7 @@
 """`invariant`: what a row gets does not depend on what else is in its step."""
 
+import math
+
 import pytest
 import torch
 
@@ -63,22 +65,24 @@ def test_a_row_is_cut_as_it_would_be_alone(invariant, device, lengths):
     from headrace.ops.triton.paged import PagedRows
 
     shape = HeadShape(4, 2, 16)
-    space = decode.DecodeSpace.create(8, shape, device, 512)
+    space = decode.DecodeSpace.create(8, shape, 16, torch.float32, device, 512)
     count = len(lengths)
 
     def numbers(values):
         return torch.tensor(values, dtype=torch.int32, device=device)
 
-    paged = PagedRows(
-        numbers([[0]] * count), numbers(range(count)), numbers(range(count + 1)), numbers(lengths), numbers([count])
-    )
-    decode.plan_items(paged, shape, 0, space)
-    items = space.items[: int(space.counts)].tolist()
-    cuts = [(first, last) for row, _, _, first, last, *_ in items if row == lengths.index(300)]
-    least, splits = decode.INVARIANT_LEAST, decode.INVARIANT_SPLITS
-    step = max(least, -(-300 // splits // decode.STEP) * decode.STEP)
-    assert cuts == [(at, min(300, at + step)) for at in range(0, 300, step)]
-    assert len(items) <= decode.max_items(count, shape, 512)
+    tables = numbers([[0] * 32] * count)
+    paged = PagedRows(tables, numbers(range(count)), numbers(range(count + 1)), numbers(lengths), numbers([count]))
+    decode.plan_decode(paged, shape, 0, space, 16, False)
+    slots = int(space.counts)
+    assert slots <= space.slots.shape[0]
+    items = space.items[:slots].tolist()  # each slot has one
+    assert [item for _, _, item in space.slots[:slots].tolist()] == list(range(slots))
+    cuts = [steps for row, _, _, steps, *_ in items if row == lengths.index(300)]
+    step = decode.decode_tile(1, 16, 4).step
+    total = math.ceil(300 / step)
+    size = max(decode.INVARIANT_LEAST // step, math.ceil(total / decode.INVARIANT_SPLITS))
+    assert cuts == [min(size, total - at) for at in range(0, total, size)]
 
 
 def answers(model, prompts, **options):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.ops.triton import decode, paged, prefill, spans
+from headrace.ops.triton import paged, prefill, spans
 
 PAGE, ROWS = 16, [3, 0, 7, 2, 5, 1]
 LENGTHS, QUERIES = [1, 70, 400, 33, 129, 16], [1, 5, 16, 2, 9, 16]
@@ -73,7 +73,7 @@ class Spans:
         self.tree = bits, i32(positions, device)
 
     def run(self, space, tree=None):
-        decode.plan_items(self.paged, self.shape, self.scores.window, space, spans.WAVES)
+        spans.plan_spans(self.paged, self.shape, self.scores.window, space)
         spans.span_attention(self.q, self.cache, self.paged, self.shape, self.scores, space, self.out, tree)
         return self.out
 
@@ -145,7 +145,7 @@ def test_parts_have_room_whatever_the_lengths(device):
             torch.zeros((32, 1), dtype=torch.int32, device=device), i32(range(count), device),
             i32(range(0, 16 * count + 1, 16), device), i32(lengths.tolist(), device), i32([count], device),
         )  # fmt: skip
-        decode.plan_items(rows, shape, 0, space, spans.WAVES)
+        spans.plan_spans(rows, shape, 0, space)
         records, parts = space.items[: int(space.counts)].cpu().numpy(), space.spans[:count].cpu().numpy()
         assert len(records) <= space.items.shape[0] and parts[:, 3].sum() <= space.outputs.shape[0]
         split = records[records[:, 6] > 1]

@@ -1,5 +1,7 @@
 """Triton kernels against what they are defined to be, written with torch in float32."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -110,6 +112,42 @@ def test_rotation_norms_and_writing(rotary, normed, parts, random, dtype, tolera
     assert int((keys.float().abs().sum(-1) > 0).sum()) == 4 * 2, "padding was written"
 
 
+@pytest.mark.parametrize("page", [16, 24, 128])
+@pytest.mark.parametrize("window", [0, 100])
+def test_slots_cover_every_key_once(page, window, device):
+    shape, numbers = paged.HeadShape(4, 2, 32), np.random.default_rng(page)
+    space = decode.DecodeSpace.create(32, shape, page, torch.float32, device, 3000)
+    tile, unit = decode.decode_tile(1, 32, 4), math.gcd(decode.decode_tile(1, 32, 4).step, page)
+    for trial in range(6):
+        count = int(numbers.integers(1, 33))
+        lengths = numbers.integers(1, 3000 if trial % 2 else 70, count).tolist()
+        table = torch.from_numpy(numbers.permutation(32 * 200).astype(np.int32)).view(32, 200).to(device)
+        rows = paged.PagedRows(
+            table, i32(range(count), device), i32(range(count + 1), device), i32(lengths, device), i32([count], device)
+        )
+        for fused in (False, True):
+            decode.plan_decode(rows, shape, window, space, page, fused)
+            slots = space.slots[: int(space.counts)].cpu().numpy()
+            items = space.items.cpu().numpy()
+            assert slots[0, 0] == 0 and (slots[1:, 0] == slots[:-1, 1]).all()
+            assert int(items[items[:, 6] > 1, 7].max(initial=-1)) < space.outputs.shape[0]
+            seen = [[] for _ in lengths]
+            for first, last, item in slots:
+                step = first
+                while step < last:
+                    row, _, _, steps, hidden, *_ = items[item].tolist()
+                    for at in range(step, step + steps):
+                        start = at * (tile.step // unit)
+                        for index, packed in enumerate(space.units[start : start + tile.step // unit].tolist()):
+                            number, valid = packed // (2 * unit), packed % (2 * unit)
+                            keys = [number * unit + key for key in range(valid)]
+                            seen[row] += keys[max(0, hidden - index * unit) :] if at == step else keys
+                    step, item = step + steps, item + 1
+            for row, length in enumerate(lengths):
+                keys = range(max(0, length - window) if window else 0, length - fused)
+                assert seen[row] == [int(table[row, key // page]) * page + key % page for key in keys]
+
+
 LENGTHS, ROWS, PAGE = [1, 70, 200, 33, 129], [3, 0, 7, 2, 5], 16
 SHAPES = [
     pytest.param(4, 2, 32, 0, None, False, id="grouped"),
@@ -194,8 +232,8 @@ def projected(case, parts, random, dtype, device):
 def test_decode_attention(heads, kv_heads, dim, window, cap, sinks, parts, random, dtype, tolerance, device):
     case = Case(heads, kv_heads, dim, window, cap, sinks, [1] * 5, random, dtype, device)
     given, newest, k, v = projected(case, parts, random, dtype, device)
-    space = decode.DecodeSpace.create(8, case.shape, device)
-    decode.plan_items(case.paged, case.shape, window, space)
+    space = decode.DecodeSpace.create(8, case.shape, PAGE, dtype, device, 512)
+    decode.plan_decode(case.paged, case.shape, window, space, PAGE, True)
     first = None
     for _ in range(2):  # counters are left as they were found; who is last does not show
         decode.decode_attention(given, case.cache, case.paged, case.shape, case.scores, space, case.out)
@@ -225,8 +263,8 @@ def test_decode_attention_with_norms_of_heads(random, dtype, tolerance, device):
     tiles = i32(list(range(5)), device), i32([0] * 5, device)
     want = torch.zeros_like(case.q)
     prefill.prefill_attention(q, cache, case.paged, tiles, case.shape, case.scores, want)
-    space = decode.DecodeSpace.create(8, case.shape, device)
-    decode.plan_items(case.paged, case.shape, 0, space)
+    space = decode.DecodeSpace.create(8, case.shape, PAGE, dtype, device, 512)
+    decode.plan_decode(case.paged, case.shape, 0, space, PAGE, True)
     given = decode.Projected(qkv, cos, sin, norms)
     decode.decode_attention(given, case.cache, case.paged, case.shape, case.scores, space, case.out)
     assert close(case.out, want.float(), tolerance)
@@ -235,8 +273,8 @@ def test_decode_attention_with_norms_of_heads(random, dtype, tolerance, device):
 
 def test_decode_attention_of_queries_rotated_before(random, dtype, tolerance, device):
     case = Case(9, 3, 64, 0, None, False, [1] * 5, random, dtype, device)
-    space = decode.DecodeSpace.create(8, case.shape, device)
-    decode.plan_items(case.paged, case.shape, 0, space)
+    space = decode.DecodeSpace.create(8, case.shape, PAGE, dtype, device, 512)
+    decode.plan_decode(case.paged, case.shape, 0, space, PAGE, False)
     decode.decode_attention(case.q, case.cache, case.paged, case.shape, case.scores, space, case.out)
     assert close(case.out, case.want, tolerance)
 
@@ -245,8 +283,8 @@ def test_padding_rows_are_left_alone(random, dtype, tolerance, device):
     case = Case(4, 2, 32, 0, None, False, [1] * 5, random, dtype, device)
     given, *_ = projected(case, 1, random, dtype, device)
     case.paged.num_rows.fill_(2)
-    space = decode.DecodeSpace.create(8, case.shape, device)
-    decode.plan_items(case.paged, case.shape, 0, space)
+    space = decode.DecodeSpace.create(8, case.shape, PAGE, dtype, device, 512)
+    decode.plan_decode(case.paged, case.shape, 0, space, PAGE, True)
     decode.decode_attention(given, case.cache, case.paged, case.shape, case.scores, space, case.out)
     assert close(case.out[:2], case.want[:2], 4 * tolerance) and bool((case.out[2:] == 7.0).all())
 

@@ -10,12 +10,12 @@ import torch
 from headrace.attention.base import AttentionCaps, LayerAttention
 from headrace.core.kv_layout import KVGroup
 from headrace.ops.triton.attention_table import NEVER, AttentionRule, attention_rule
-from headrace.ops.triton.decode import DecodeSpace, Projected, decode_attention, plan_items
+from headrace.ops.triton.decode import DecodeSpace, Projected, decode_attention, plan_decode
 from headrace.ops.triton.paged import HeadShape, PagedRows, Scores
 from headrace.ops.triton.prefill import prefill_attention
 from headrace.ops.triton.rotate import HeadNorms, rotate_and_write
 from headrace.ops.triton.runtime import INTERPRETED, RUNTIME
-from headrace.ops.triton.spans import MOST_QUERIES, WAVES, SpanSpace, span_attention
+from headrace.ops.triton.spans import MOST_QUERIES, SpanSpace, plan_spans, span_attention
 from headrace.ops.xp import Array
 
 LONGEST = 1 << 20  # keys of a row, where nobody says
@@ -63,11 +63,14 @@ class TritonAttention:
         """Take the memory of split decoding, once, before the first step. `most_queries`: tokens of the short spans
         that steps of drafts have at most, 0 if there are none."""
         shapes = [HeadShape(num_heads, group.num_kv_heads, group.head_dim) for group in groups]
-        self._spaces = [DecodeSpace.create(max_rows, shape, device, max_len) for shape in shapes]
+        dtype: torch.dtype = getattr(torch, self.kv_format)
+        self._spaces = [
+            DecodeSpace.create(max_rows, shape, self.block_size, dtype, device, max_len) for shape in shapes
+        ]
         if 0 < most_queries <= MOST_QUERIES and not RUNTIME.invariant:
             # one more, for the padding
             rows = max_rows + 1
-            self._short_spaces = [SpanSpace.create(rows, most_queries, shape, device, max_len) for shape in shapes]
+            self._short_spaces = [SpanSpace.create(rows, most_queries, shape, device) for shape in shapes]
         self._rules = [attention_rule(shape, self.kv_format) for shape in shapes]
         self._num_heads = num_heads
 
@@ -97,13 +100,13 @@ class TritonAttention:
         shape = HeadShape(self._num_heads, spec.num_kv_heads, spec.head_dim)
         if (short := self._short_space(batch, group)) is not None:
             paged = replace(paged, num_rows=spans.num_rows)
-            plan_items(paged, shape, spec.window or 0, short, WAVES)
+            plan_spans(paged, shape, spec.window or 0, short)
             tree = None if batch.ancestors is None else (batch.ancestors, spans.positions)
             return TritonMeta(paged, spans.slots[group], 0, None, (), False, self._spaces[group], short, tree)
+        fused = decodes <= self._rules[group].fused_rows and not batch.mixed and not RUNTIME.invariant
         if decodes:
             first = replace(paged, rows=spans.rows[:decodes])
-            plan_items(first, shape, spec.window or 0, self._spaces[group])
-        fused = decodes <= self._rules[group].fused_rows and not batch.mixed and not RUNTIME.invariant
+            plan_decode(first, shape, spec.window or 0, self._spaces[group], self.block_size, fused)
         return TritonMeta(paged, spans.slots[group], decodes, batch.tiles, batch.alone, fused, self._spaces[group])
 
     def run(

@@ -84,6 +84,7 @@ class Step:
         self, shape: HeadShape, dtype: torch.dtype, rows: int, queries: int, context: int, device: torch.device
     ):
         self.shape, self.rows, self.queries, self.tokens = shape, rows, queries, rows * queries
+        self.context = context
         blocks = -(-context // PAGE)
         total = rows * blocks
         size = total * PAGE * shape.num_kv_heads * shape.head_dim * dtype.itemsize * 2
@@ -133,11 +134,16 @@ class Step:
 
 def time_decode(step: Step, timer: Timer) -> dict[str, float]:
     """Rotation and cache writes inside the kernel, and before it."""
-    space = decode.DecodeSpace.create(step.rows, step.shape, step.device)
-    decode.plan_items(step.paged, step.shape, 0, space)
+    spaces = [
+        decode.DecodeSpace.create(step.rows, step.shape, PAGE, step.q.dtype, step.device, step.context)
+        for _ in range(2)
+    ]
+    for fused, space in enumerate(spaces):
+        decode.plan_decode(step.paged, step.shape, 0, space, PAGE, fused == 1)
     given = decode.Projected(step.qkv, step.cos, step.sin)
 
     def attend(launch: int, source: decode.Projected | torch.Tensor) -> None:
+        space = spaces[isinstance(source, decode.Projected)]
         decode.decode_attention(source, step.cache(launch), step.paged, step.shape, step.scores, space, step.out)
 
     def apart(launch: int) -> None:
@@ -150,7 +156,7 @@ def time_decode(step: Step, timer: Timer) -> dict[str, float]:
 def time_spans(step: Step, timer: Timer) -> dict[str, float]:
     """Contexts split among processors, and whole."""
     space = spans.SpanSpace.create(step.rows, step.queries, step.shape, step.device)
-    decode.plan_items(step.paged, step.shape, 0, space, spans.WAVES)
+    spans.plan_spans(step.paged, step.shape, 0, space)
     tiles = step.tiles()
 
     def split(launch: int) -> None:

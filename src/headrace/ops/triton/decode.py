@@ -1,42 +1,43 @@
 """Attention of one query a row over head-major pages, from the projection on: norms of heads, rotation, writing the new
 key and value, and attending with the context split.
 
-A step's contexts are cut into items of one length, whatever row they belong to, so that one long row beside many short
-ones still fills the GPU (Flash-Decoding, Dao et al. 2023; the cut by items as in FlashInfer, Ye et al. 2025, section
-3.3). The last item of a row to finish adds up what the row's items left, in order: no result depends on who was last.
-The new key and value never go through memory for the query that they came with, so nobody waits for them.
+The contexts of a step, one behind the other, are cut into slots of one length, as many as there are programs for a key
+head at a time, wherever rows begin and end: a program reads as much as any other, one long row beside many short ones
+or not (Flash-Decoding, Dao et al. 2023; the even cut over all rows as in Stream-K, Osama et al. 2023). What it reads is
+listed before, once a step, so that the keys of its next row are on their way while it finishes a row. The last program
+of a row to finish adds up what the row's programs left, in order: no result depends on who was last. The new key and
+value never go through memory for the query that they came with, so nobody waits for them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from math import gcd
 
 import torch
 import triton
 import triton.language as tl
 
-from headrace.ops.triton.paged import HeadShape, PagedRows, Scores, num_stages
+from headrace.ops.triton.paged import HeadShape, PagedRows, Scores
 from headrace.ops.triton.rotate import HeadNorms
 from headrace.ops.triton.runtime import INTERPRETED, RUNTIME, kernel, launch_options, num_processors, power_of_two
 
-STEP = 64 if INTERPRETED else 128  # keys that a program takes at a time
-LEAST = 64 if INTERPRETED else 256  # keys of an item: cutting finer costs more in adding up than it saves
-# programs for each processor that a step's contexts are cut into: half as many where items then have up to MOST keys,
-# since what is cut has to be added up again
-WAVES = 4
-MOST = 4096
+LEAST = 64 if INTERPRETED else 256  # keys of a slot: cutting finer costs more in adding up than it saves
+# with RUNTIME.invariant a row is cut by its own length alone: slots of so many keys, of a long row so many slots
+INVARIANT_LEAST, INVARIANT_SPLITS = (64, 4) if INTERPRETED else (2048, 16)
 
-# words of an item's record: its span's row, token and number of keys; the item's first key and one past its last; the
-# first item of the span and how many those are; the queries of the span; where the item's part of the result lies
+# What a row has in a slot is an item. Words of an item's record: its row, token and number of keys; its steps; the keys
+# of its first step that the window hides; the first of the row's parts of the result and how many there are; its own
+# part; whether it is the row's last
 ITEM = 9
-SPAN = 4  # words of a span's record: its token, its queries, where its first part lies, how many it has (0: one item)
+SLOT = 3  # words of a slot's record: its first step and one past its last, its first item
+SPAN = 3  # words of a row's record: its first step, its steps, its first key
 
 
 @kernel
-def _plan_items(
-    seq_lens, query_start, rows, num_rows, target, least, window, items, counts, spans, most_rows,
-    WIDTH: tl.constexpr, STEP: tl.constexpr, ITEM: tl.constexpr, SPAN: tl.constexpr, MOST: tl.constexpr,
+def _plan_slots(
+    seq_lens, query_start, rows, num_rows, number_of_slots, least, window, items, slots, spans, counts,
+    WIDTH: tl.constexpr, STEP: tl.constexpr, ITEM: tl.constexpr, SLOT: tl.constexpr, SPAN: tl.constexpr,
     SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     span = tl.arange(0, WIDTH)
@@ -46,45 +47,84 @@ def _plan_items(
     mask = span < tl.load(num_rows)
     length = tl.load(seq_lens + span, mask=mask, other=0)
     start = tl.load(query_start + span, mask=mask, other=0)
-    queries = tl.load(query_start + span + 1, mask=mask, other=0) - start
     row = tl.load(rows + span, mask=mask, other=0)
-    begin = tl.zeros((WIDTH,), tl.int32)
-    if window > 0:  # the first query sees the lowest key
-        begin = tl.maximum(length - queries + 1 - window, 0) // STEP * STEP
-    seen = tl.where(mask, length - begin, 0)
-    total = tl.sum(seen, axis=0)
+    lowest = tl.zeros((WIDTH,), tl.int32)
+    if window > 0:
+        lowest = tl.maximum(length - window, 0)
+    begin = lowest // STEP * STEP
+    steps = tl.where(mask, tl.cdiv(length - begin, STEP), 0)
+    end = tl.cumsum(steps, axis=0)
+    first = end - steps
+    total = tl.sum(steps, axis=0)
     if SPLITS > 0:  # every row is cut as it would be alone
-        chunk = tl.cdiv(seen, SPLITS)
+        size = tl.maximum(tl.cdiv(steps, SPLITS), least)
+        number = tl.cdiv(steps, size)
+        origin = first  # where the row's slots are counted from
     else:
-        chunk = tl.cdiv(total, target // 2)
-        if chunk > MOST:
-            chunk = tl.cdiv(total, target)
-    chunk = tl.maximum(tl.cdiv(chunk, STEP) * STEP, least)
-    number = tl.cdiv(seen, chunk)
-    after = tl.cumsum(number, axis=0)
-    before = after - number
+        size = tl.zeros((WIDTH,), tl.int32) + tl.maximum(tl.cdiv(total, number_of_slots), least)
+        number = tl.where(steps > 0, (end - 1) // size - first // size + 1, 0)
+        origin = first // size * size
+    before = tl.cumsum(number, axis=0) - number
     parts = tl.where(number > 1, number, 0)
     place = tl.cumsum(parts, axis=0) - parts
+    if SPLITS > 0:
+        first_slot = before
+        used = tl.sum(number, axis=0)
+    else:
+        first_slot = origin // size
+        used = tl.cdiv(total, tl.max(size, axis=0))
+    tl.store(counts, used)
+    tl.store(spans + span * SPAN, first, mask=mask)
+    tl.store(spans + span * SPAN + 1, steps, mask=mask)
+    tl.store(spans + span * SPAN + 2, begin, mask=mask)
     most = tl.max(number, axis=0)
     for index in tl.range(0, most):
-        first = begin + index * chunk
         real = mask & (index < number)
+        slot_begin = origin + index * size
+        slot_end = tl.minimum(slot_begin + size, end if SPLITS > 0 else total)
+        item_begin = tl.maximum(first, slot_begin)
+        item_end = tl.minimum(end, slot_end)
         record = items + (before + index) * ITEM
         tl.store(record, row, mask=real)
         tl.store(record + 1, start, mask=real)
         tl.store(record + 2, length, mask=real)
-        tl.store(record + 3, first, mask=real)
-        tl.store(record + 4, tl.minimum(first + chunk, length), mask=real)
-        tl.store(record + 5, before, mask=real)
+        tl.store(record + 3, item_end - item_begin, mask=real)
+        tl.store(record + 4, tl.where(index == 0, lowest - begin, 0), mask=real)
+        tl.store(record + 5, place, mask=real)
         tl.store(record + 6, number, mask=real)
-        tl.store(record + 7, queries, mask=real)
-        tl.store(record + 8, place + index, mask=real)
-    kept = span < most_rows
-    tl.store(spans + span * SPAN, start, mask=kept)
-    tl.store(spans + span * SPAN + 1, queries, mask=kept)
-    tl.store(spans + span * SPAN + 2, place, mask=kept)
-    tl.store(spans + span * SPAN + 3, parts, mask=kept)
-    tl.store(counts, tl.sum(number, axis=0))
+        tl.store(record + 7, place + index, mask=real)
+        tl.store(record + 8, (index == number - 1).to(tl.int32), mask=real)
+        opens = real & (item_begin == slot_begin)  # the item is the slot's first
+        record = slots + (first_slot + index) * SLOT
+        tl.store(record, slot_begin, mask=opens)
+        tl.store(record + 1, slot_end, mask=opens)
+        tl.store(record + 2, before + index, mask=opens)
+
+
+@kernel
+def _list_units(
+    seq_lens, rows, num_rows, block_tables, spans, units, table_stride, written,
+    STEP: tl.constexpr, UNIT: tl.constexpr, PAGE: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    span = tl.program_id(0)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    if span >= tl.load(num_rows):
+        return
+    record = spans + span * SPAN
+    first, count = tl.load(record).to(tl.int64), tl.load(record + 1) * (STEP // UNIT)
+    begin, end = tl.load(record + 2), tl.load(seq_lens + span) - written
+    table = block_tables + tl.load(rows + span).to(tl.int64) * table_stride
+    for at in tl.range(tl.program_id(1) * BLOCK, count, tl.num_programs(1) * BLOCK):
+        index = at + tl.arange(0, BLOCK)
+        key = begin + index * UNIT
+        known = (index < count) & (key < end)
+        block = tl.load(table + key // PAGE, mask=known, other=0)
+        valid = tl.where(known, tl.minimum(end - key, UNIT), 0)
+        number = block * (PAGE // UNIT) + key % PAGE // UNIT
+        tl.store(units + first * (STEP // UNIT) + index, number * (2 * UNIT) + valid, mask=index < count)
 
 
 @triton.jit
@@ -105,165 +145,224 @@ def _rotated(
     return value * cosine + tl.where(index < HALF, -other, other) * sine
 
 
+@triton.jit
+def _add_up(
+    record, part_out, part_norm, arrived, sinks, out, head, index,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
+    MATES: tl.constexpr, MERGE: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """Of an item that is part of a row: if it is the last to arrive, add up the row's parts and write its result."""
+    shared: tl.constexpr = HEADS // KV_HEADS
+    num_parts = tl.load(record + 6)
+    if num_parts > 1:
+        first_part = tl.load(record + 5)
+        tl.debug_barrier()
+        order = tl.atomic_add(arrived + first_part * KV_HEADS + head, 1, sem="acq_rel")
+        tl.debug_barrier()
+        if order == num_parts - 1:
+            tl.store(arrived + first_part * KV_HEADS + head, 0)
+            # MERGE parts at a time, the heads that are there only: [MERGE * MATES, WIDTH]
+            merged = tl.arange(0, MERGE * MATES)
+            which, mate = merged // MATES, merged % MATES
+            base = (first_part.to(tl.int64) * KV_HEADS + head) * TILE + mate
+            top = tl.full((MATES,), float("-inf"), tl.float32)
+            whole = tl.zeros((MATES,), tl.float32)
+            result = tl.zeros((MATES, WIDTH), tl.float32)
+            for one in tl.range(0, num_parts, MERGE):
+                part = base + (one + which) * (KV_HEADS * TILE)
+                there = (mate < shared) & (one + which < num_parts)
+                part_best = tl.load(part_norm + part * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
+                part_sum = tl.load(part_norm + part * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
+                values = tl.load(
+                    part_out + part[:, None] * WIDTH + index, mask=there[:, None], other=0.0, cache_modifier=".cg"
+                )
+                higher = tl.maximum(top, tl.max(tl.reshape(part_best, (MERGE, MATES)), axis=0))
+                safe = tl.where(higher == float("-inf"), 0.0, higher)
+                fade = tl.exp2(top - safe)
+                shrink = tl.exp2(tl.reshape(part_best, (MERGE, MATES)) - safe[None, :])
+                whole = whole * fade + tl.sum(shrink * tl.reshape(part_sum, (MERGE, MATES)), axis=0)
+                result = result * fade[:, None]
+                result += tl.sum(shrink[:, :, None] * tl.reshape(values, (MERGE, MATES, WIDTH)), axis=0)
+                top = higher
+            few = tl.arange(0, MATES)
+            real_head = few < shared
+            if SINKS:
+                sink = tl.load(sinks + head * shared + few, mask=real_head, other=0.0) * 1.4426950408889634
+                whole += tl.exp2(sink - tl.where(top == float("-inf"), 0.0, top))
+            result = result / tl.where(whole == 0.0, 1.0, whole)[:, None]
+            token = tl.load(record + 1).to(tl.int64)
+            target = out + token * (HEADS * DIM) + (head * shared + few)[:, None] * DIM + index
+            tl.store(target, result.to(out.dtype.element_ty), mask=real_head[:, None] & (index < DIM))
+
+
 @kernel
 def _decode(
-    qkv, cos, sin, q_weight, k_weight, key_pages, value_pages, out, block_tables, items, counts,
-    part_out, part_norm, arrived, sinks, part_stride, token_stride, table_stride, eps, scale, cap, window,
+    qkv, cos, sin, q_weight, k_weight, key_pages, value_pages, out, block_tables, items, slots, counts, units,
+    part_out, part_norm, arrived, sinks, part_stride, token_stride, table_stride, eps, scale, cap,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
     HALF: tl.constexpr, PARTS: tl.constexpr, NORM: tl.constexpr, FUSED: tl.constexpr, TILE: tl.constexpr,
-    STEP: tl.constexpr, ITEM: tl.constexpr, MATES: tl.constexpr, MERGE: tl.constexpr, CAP: tl.constexpr,
-    WINDOW: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
+    STEP: tl.constexpr, UNIT: tl.constexpr, ITEM: tl.constexpr, SLOT: tl.constexpr, MATES: tl.constexpr,
+    MERGE: tl.constexpr, STAGES: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    item, head = tl.program_id(0), tl.program_id(1)
+    slot, head = tl.program_id(0), tl.program_id(1)
     shared: tl.constexpr = HEADS // KV_HEADS
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    record = items + item * ITEM
-    total = tl.load(counts)
-    row = tl.load(record)
-    token = tl.load(record + 1).to(tl.int64)
-    length = tl.load(record + 2)
-    first = tl.load(record + 3)
-    last = tl.load(record + 4)
-    first_item = tl.load(record + 5)
-    num_items = tl.load(record + 6)
-    if item < total:
-        table = block_tables + row.to(tl.int64) * table_stride
-        lane = tl.arange(0, TILE)
-        known = lane < shared
-        q_head = head * shared + lane
-        index = tl.arange(0, WIDTH)[None, :]
-        inside = known[:, None] & (index < DIM)
-        turned = known[:, None] & (index < 2 * HALF)
-        partner = tl.where(index < HALF, index + HALF, tl.where(index < 2 * HALF, index - HALF, index))
-        source = qkv + token * token_stride
-        if FUSED:
-            angle = token * HALF + tl.where(index < HALF, index, index - HALF)
-            cosine = tl.load(cos + angle, mask=index < 2 * HALF, other=1.0)
-            sine = tl.load(sin + angle, mask=index < 2 * HALF, other=0.0)
-            tile = _rotated(
-                source + q_head[:, None] * DIM, part_stride, q_weight, cosine, sine, index, partner, inside, turned,
-                eps, DIM, PARTS, NORM, HALF,
-            ).to(key_pages.dtype.element_ty)  # fmt: skip
-        else:
-            tile = tl.load(source + q_head[:, None] * DIM + index, mask=inside, other=0.0)
-        best = tl.full((TILE,), float("-inf"), tl.float32)
-        norm = tl.zeros((TILE,), tl.float32)
-        sums = tl.zeros((TILE, WIDTH), tl.float32)
-        newest = length - 1
-        end = tl.minimum(last, newest) if FUSED else last
-        for at in tl.range(first, end, STEP):
-            key = at + tl.arange(0, STEP)
-            real = key < end
-            block = tl.load(table + key // PAGE, mask=real, other=0).to(tl.int64)
-            place = ((block * KV_HEADS + head) * PAGE + key % PAGE) * DIM
-            take = real[:, None] & (index < DIM)
-            keys = tl.load(key_pages + place[:, None] + index, mask=take, other=0.0)
-            values = tl.load(value_pages + place[:, None] + index, mask=take, other=0.0)
-            score = tl.dot(tile, tl.trans(keys), input_precision="ieee") * scale
-            if CAP:
-                score = cap * (2.0 / (1.0 + tl.exp(-2.0 * score / cap)) - 1.0)
-            if WINDOW:
-                real = real & (key > newest - window)
-            score = tl.where(real[None, :], score * 1.4426950408889634, float("-inf"))
-            higher = tl.maximum(best, tl.max(score, axis=1))
-            safe = tl.where(higher == float("-inf"), 0.0, higher)
-            weight = tl.exp2(score - safe[:, None])
-            fade = tl.exp2(best - safe)
-            norm = norm * fade + tl.sum(weight, axis=1)
-            sums = sums * fade[:, None] + tl.dot(weight.to(values.dtype), values, input_precision="ieee")
-            best = higher
-        if FUSED:  # noqa: SIM102  (a constant of the kernel: what follows it may not exist)
-            if last == length:  # this item has the new key
-                own = tl.arange(0, 1)[:, None]  # one head, as a matrix
-                new_key = _rotated(
-                    source + (HEADS + head + own) * DIM, part_stride, k_weight, cosine, sine, index, partner,
-                    (own == 0) & (index < DIM), (own == 0) & (index < 2 * HALF), eps, DIM, PARTS, NORM, HALF,
+    if slot >= tl.load(counts):
+        return
+    first_step, last_step = tl.load(slots + slot * SLOT), tl.load(slots + slot * SLOT + 1)
+    first_item = tl.load(slots + slot * SLOT + 2)
+    item = first_item
+    lane = tl.arange(0, TILE)
+    known = lane < shared
+    q_head = head * shared + lane
+    index = tl.arange(0, WIDTH)[None, :]
+    inside = known[:, None] & (index < DIM)
+    offset = tl.arange(0, STEP)
+    left = first_item * 0  # steps of the item that are to come
+    hidden = left
+    token = left.to(tl.int64)
+    tile = tl.zeros((TILE, WIDTH), key_pages.dtype.element_ty)
+    best = tl.full((TILE,), float("-inf"), tl.float32)
+    norm = tl.zeros((TILE,), tl.float32)
+    sums = tl.zeros((TILE, WIDTH), tl.float32)
+    for step in tl.range(first_step, last_step, num_stages=STAGES):
+        unit = tl.load(units + step * (STEP // UNIT) + offset // UNIT)
+        real = offset % UNIT < unit % (2 * UNIT)
+        number = (unit // (2 * UNIT)).to(tl.int64)
+        within = number % (PAGE // UNIT) * UNIT + offset % UNIT
+        place = ((number // (PAGE // UNIT) * KV_HEADS + head) * PAGE + within) * DIM
+        take = real[:, None] & (index < DIM)
+        keys = tl.load(key_pages + place[:, None] + index, mask=take, other=0.0)
+        values = tl.load(value_pages + place[:, None] + index, mask=take, other=0.0)
+        if left == 0:  # an item begins
+            token = tl.load(items + item * ITEM + 1).to(tl.int64)
+            left = tl.load(items + item * ITEM + 3)
+            hidden = tl.load(items + item * ITEM + 4)
+            source = qkv + token * token_stride
+            if FUSED:
+                angle = token * HALF + tl.where(index < HALF, index, index - HALF)
+                cosine = tl.load(cos + angle, mask=index < 2 * HALF, other=1.0)
+                sine = tl.load(sin + angle, mask=index < 2 * HALF, other=0.0)
+                partner = tl.where(index < HALF, index + HALF, tl.where(index < 2 * HALF, index - HALF, index))
+                tile = _rotated(
+                    source + q_head[:, None] * DIM, part_stride, q_weight, cosine, sine, index, partner, inside,
+                    known[:, None] & (index < 2 * HALF), eps, DIM, PARTS, NORM, HALF,
                 ).to(key_pages.dtype.element_ty)  # fmt: skip
-                there = source + (HEADS + KV_HEADS + head + own) * DIM + index
-                value = tl.load(there, mask=index < DIM, other=0.0).to(tl.float32)
-                for part in tl.static_range(1, PARTS):
-                    value += tl.load(there + part * part_stride, mask=index < DIM, other=0.0).to(tl.float32)
-                new_value = value.to(value_pages.dtype.element_ty)
-                block = tl.load(table + newest // PAGE).to(tl.int64)
-                place = ((block * KV_HEADS + head) * PAGE + newest % PAGE) * DIM + index
-                tl.store(key_pages + place, new_key, mask=index < DIM)
-                tl.store(value_pages + place, new_value, mask=index < DIM)
-                alone = tl.sum(tile.to(tl.float32) * new_key.to(tl.float32), axis=1) * scale
-                if CAP:
-                    alone = cap * (2.0 / (1.0 + tl.exp(-2.0 * alone / cap)) - 1.0)
-                alone = alone * 1.4426950408889634
-                higher = tl.maximum(best, alone)
-                fade, weight = tl.exp2(best - higher), tl.exp2(alone - higher)
-                norm = norm * fade + weight
-                sums = sums * fade[:, None] + weight[:, None] * new_value.to(tl.float32)
-                best = higher
-        target = out + token * (HEADS * DIM) + q_head[:, None] * DIM + index
-        if num_items == 1:
-            if SINKS:
-                norm += tl.exp2(tl.load(sinks + q_head, mask=known, other=0.0) * 1.4426950408889634 - best)
-            result = sums / tl.where(norm == 0.0, 1.0, norm)[:, None]
-            tl.store(target, result.to(out.dtype.element_ty), mask=inside)
-        else:
-            home = (item.to(tl.int64) * KV_HEADS + head) * TILE
-            tl.store(part_out + (home + lane)[:, None] * WIDTH + index, sums, mask=known[:, None])
-            tl.store(part_norm + (home + lane) * 2, best, mask=known)
-            tl.store(part_norm + (home + lane) * 2 + 1, norm, mask=known)
-            tl.debug_barrier()
-            order = tl.atomic_add(arrived + first_item * KV_HEADS + head, 1, sem="acq_rel")
-            tl.debug_barrier()
-            if order == num_items - 1:
-                tl.store(arrived + first_item * KV_HEADS + head, 0)
-                # parts of MERGE items at a time, the heads that are there only: [MERGE * MATES, WIDTH]
-                merged = tl.arange(0, MERGE * MATES)
-                which, mate = merged // MATES, merged % MATES
-                base = (first_item.to(tl.int64) * KV_HEADS + head) * TILE + mate
-                few = tl.arange(0, MATES)
-                top = tl.full((MATES,), float("-inf"), tl.float32)
-                for one in tl.range(0, num_items, MERGE):
-                    part = base + (one + which) * (KV_HEADS * TILE)
-                    there = (mate < shared) & (one + which < num_items)
-                    part_best = tl.load(part_norm + part * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
-                    top = tl.maximum(top, tl.max(tl.reshape(part_best, (MERGE, MATES)), axis=0))
-                top = tl.where(top == float("-inf"), 0.0, top)
-                whole = tl.zeros((MATES,), tl.float32)
-                result = tl.zeros((MATES, WIDTH), tl.float32)
-                for one in tl.range(0, num_items, MERGE):
-                    part = base + (one + which) * (KV_HEADS * TILE)
-                    there = (mate < shared) & (one + which < num_items)
-                    part_best = tl.load(part_norm + part * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
-                    part_sum = tl.load(part_norm + part * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
-                    values_of = tl.load(
-                        part_out + part[:, None] * WIDTH + index, mask=there[:, None], other=0.0, cache_modifier=".cg"
-                    )
-                    shrink = tl.exp2(tl.reshape(part_best, (MERGE, MATES)) - top[None, :])
-                    whole += tl.sum(shrink * tl.reshape(part_sum, (MERGE, MATES)), axis=0)
-                    result += tl.sum(shrink[:, :, None] * tl.reshape(values_of, (MERGE, MATES, WIDTH)), axis=0)
-                real_head = few < shared
+            else:
+                tile = tl.load(source + q_head[:, None] * DIM + index, mask=inside, other=0.0)
+            best = tl.full((TILE,), float("-inf"), tl.float32)
+            norm = tl.zeros((TILE,), tl.float32)
+            sums = tl.zeros((TILE, WIDTH), tl.float32)
+        score = tl.dot(tile, tl.trans(keys), input_precision="ieee") * scale
+        if CAP:
+            score = cap * (2.0 / (1.0 + tl.exp(-2.0 * score / cap)) - 1.0)
+        if WINDOW:
+            real = real & (offset >= hidden)
+            hidden = hidden * 0
+        score = tl.where(real[None, :], score * 1.4426950408889634, float("-inf"))
+        higher = tl.maximum(best, tl.max(score, axis=1))
+        safe = tl.where(higher == float("-inf"), 0.0, higher)
+        weight = tl.exp2(score - safe[:, None])
+        fade = tl.exp2(best - safe)
+        norm = norm * fade + tl.sum(weight, axis=1)
+        sums = sums * fade[:, None] + tl.dot(weight.to(values.dtype), values, input_precision="ieee")
+        best = higher
+        left -= 1
+        if left == 0:  # the item ends
+            record = items + item * ITEM
+            if FUSED:  # noqa: SIM102  (a constant of the kernel: what follows it may not exist)
+                if tl.load(record + 8) != 0:  # this item has the new key
+                    newest = tl.load(record + 2) - 1
+                    source = qkv + token * token_stride
+                    angle = token * HALF + tl.where(index < HALF, index, index - HALF)
+                    cosine = tl.load(cos + angle, mask=index < 2 * HALF, other=1.0)
+                    sine = tl.load(sin + angle, mask=index < 2 * HALF, other=0.0)
+                    partner = tl.where(index < HALF, index + HALF, tl.where(index < 2 * HALF, index - HALF, index))
+                    own = tl.arange(0, 1)[:, None]  # one head, as a matrix
+                    new_key = _rotated(
+                        source + (HEADS + head + own) * DIM, part_stride, k_weight, cosine, sine, index, partner,
+                        (own == 0) & (index < DIM), (own == 0) & (index < 2 * HALF), eps, DIM, PARTS, NORM, HALF,
+                    ).to(key_pages.dtype.element_ty)  # fmt: skip
+                    there = source + (HEADS + KV_HEADS + head + own) * DIM + index
+                    value = tl.load(there, mask=index < DIM, other=0.0).to(tl.float32)
+                    for part in tl.static_range(1, PARTS):
+                        value += tl.load(there + part * part_stride, mask=index < DIM, other=0.0).to(tl.float32)
+                    new_value = value.to(value_pages.dtype.element_ty)
+                    table = block_tables + tl.load(record).to(tl.int64) * table_stride
+                    block = tl.load(table + newest // PAGE).to(tl.int64)
+                    home_of = ((block * KV_HEADS + head) * PAGE + newest % PAGE) * DIM + index
+                    tl.store(key_pages + home_of, new_key, mask=index < DIM)
+                    tl.store(value_pages + home_of, new_value, mask=index < DIM)
+                    alone = tl.sum(tile.to(tl.float32) * new_key.to(tl.float32), axis=1) * scale
+                    if CAP:
+                        alone = cap * (2.0 / (1.0 + tl.exp(-2.0 * alone / cap)) - 1.0)
+                    alone = alone * 1.4426950408889634
+                    higher = tl.maximum(best, alone)
+                    fade, weight_of = tl.exp2(best - higher), tl.exp2(alone - higher)
+                    norm = norm * fade + weight_of
+                    sums = sums * fade[:, None] + weight_of[:, None] * new_value.to(tl.float32)
+                    best = higher
+            if tl.load(record + 6) == 1:
+                whole = norm
                 if SINKS:
-                    whole += tl.exp2(
-                        tl.load(sinks + head * shared + few, mask=real_head, other=0.0) * 1.4426950408889634 - top
-                    )
-                result = result / tl.where(whole == 0.0, 1.0, whole)[:, None]
-                place_of = out + token * (HEADS * DIM) + (head * shared + few)[:, None] * DIM + index
-                tl.store(place_of, result.to(out.dtype.element_ty), mask=real_head[:, None] & (index < DIM))
+                    sink = tl.load(sinks + q_head, mask=known, other=0.0) * 1.4426950408889634
+                    whole = norm + tl.exp2(sink - tl.where(best == float("-inf"), 0.0, best))
+                result = sums / tl.where(whole == 0.0, 1.0, whole)[:, None]
+                target = out + token * (HEADS * DIM) + q_head[:, None] * DIM + index
+                tl.store(target, result.to(out.dtype.element_ty), mask=inside)
+            else:
+                home = (tl.load(record + 7).to(tl.int64) * KV_HEADS + head) * TILE
+                tl.store(part_out + (home + lane)[:, None] * WIDTH + index, sums, mask=known[:, None])
+                tl.store(part_norm + (home + lane) * 2, best, mask=known)
+                tl.store(part_norm + (home + lane) * 2 + 1, norm, mask=known)
+            item += 1
+    for end in tl.static_range(2):  # only the first and the last item of a slot can be parts of a row
+        mine = first_item if end == 0 else item - 1
+        if (end == 0) | (mine > first_item):
+            _add_up(
+                items + mine * ITEM, part_out, part_norm, arrived, sinks, out, head, index,
+                HEADS, KV_HEADS, DIM, WIDTH, TILE, MATES, MERGE, SINKS,
+            )  # fmt: skip
 
 
-# with RUNTIME.invariant a row is cut by its own length alone: items of so many keys, of a long row so many items
-INVARIANT_LEAST, INVARIANT_SPLITS = (64, 4) if INTERPRETED else (2048, 16)
+@dataclass(frozen=True)
+class DecodeTile:
+    """How a program of `_decode` works: keys of a step, warps, pipeline stages, and programs a processor. The numbers
+    of blocks come a stage before the keys, so 2n + 1 stages hold n steps of keys and values."""
+
+    step: int
+    warps: int
+    stages: int
+    programs: int
 
 
-def max_items(rows: int, shape: HeadShape, max_len: int) -> int:
-    """Items that `rows` rows of up to `max_len` keys are cut into at most."""
+def decode_tile(rows: int, width: int, element_size: int) -> DecodeTile:
+    """Few rows: one program a processor, with much in flight; more: two, one of which reads while the other ends."""
+    key_bytes = width * element_size
+    if INTERPRETED:
+        return DecodeTile(64, 4, 1, 1)
+    if key_bytes <= 128:
+        return DecodeTile(128, 4, 3, 2)
+    if key_bytes <= 256:
+        return DecodeTile(128, 8, 5, 1) if rows <= FEW_ROWS else DecodeTile(64, 4, 5, 2)
+    return DecodeTile(64 if key_bytes <= 512 else 32, 8, 5, 1)
+
+
+FEW_ROWS = 16
+
+
+def num_slots(shape: HeadShape, tile: DecodeTile) -> int:
+    """Slots of a step: programs that run at a time, for each key head."""
+    return 8 if INTERPRETED else max(1, tile.programs * num_processors() // shape.num_kv_heads)
+
+
+def _max_slots(rows: int, shape: HeadShape, tile: DecodeTile, max_len: int) -> int:
     if RUNTIME.invariant:
         return rows * min(INVARIANT_SPLITS, triton.cdiv(max_len, INVARIANT_LEAST))
-    return rows + target_items(shape)
-
-
-def target_items(shape: HeadShape, waves: int | None = None) -> int:
-    """Items that a step is cut into at most, beside one a row: so many that every processor has `waves` programs."""
-    return 8 if INTERPRETED else max(2, (waves or WAVES) * num_processors() // shape.num_kv_heads)
+    return num_slots(shape, tile)
 
 
 @dataclass(frozen=True)
@@ -271,53 +370,66 @@ class DecodeSpace:
     """Memory of split decode attention for up to `max_rows` rows, shared by all layers of a group."""
 
     items: torch.Tensor  # int32 [max items, ITEM]
-    counts: torch.Tensor  # int32 [1]  items there are
+    slots: torch.Tensor  # int32 [max slots, SLOT]
     spans: torch.Tensor  # int32 [max rows, SPAN]
-    outputs: torch.Tensor  # float32 [max items, kv heads, TILE, WIDTH]
-    norms: torch.Tensor  # float32 [max items, kv heads, TILE, 2]  highest score, sum of weights
-    arrived: torch.Tensor  # int32 [max items, kv heads], zero between launches
+    counts: torch.Tensor  # int32 [1]  slots there are
+    units: torch.Tensor  # int32 [max steps * step / unit]  numbers of what a step reads, with the keys that each holds
+    outputs: torch.Tensor  # float32 [max parts, kv heads, TILE, WIDTH]
+    norms: torch.Tensor  # float32 [max parts, kv heads, TILE, 2]  highest score, sum of weights
+    arrived: torch.Tensor  # int32 [max parts, kv heads], zero between launches
     max_len: int  # keys of a row at most
+    element_size: int  # bytes of a number in the pages
 
     @classmethod
-    def create(cls, max_rows: int, shape: HeadShape, device: torch.device, max_len: int = 1 << 20) -> DecodeSpace:
-        most, kv_heads = max_items(max_rows, shape, max_len), shape.num_kv_heads
-        tile, width = _tile(shape), power_of_two(shape.head_dim, 16)
+    def create(
+        cls, max_rows: int, shape: HeadShape, page: int, dtype: torch.dtype, device: torch.device, max_len: int
+    ) -> DecodeSpace:
+        """For pages of `page` keys of `dtype`, and rows of up to `max_len` keys."""
+        width, kv_heads = power_of_two(shape.head_dim, 16), shape.num_kv_heads
+        tiles = [decode_tile(rows, width, dtype.itemsize) for rows in (1, max_rows)]
+        most = max(_max_slots(max_rows, shape, tile, max_len) for tile in tiles)
+        units = max(max_rows * triton.cdiv(max_len, tile.step) * (tile.step // gcd(tile.step, page)) for tile in tiles)
+        parts = most if RUNTIME.invariant else 2 * most  # of each slot at most two
+
+        def numbers(*size: int) -> torch.Tensor:
+            return torch.zeros(size, dtype=torch.int32, device=device)
+
         return cls(
-            torch.zeros((most, ITEM), dtype=torch.int32, device=device),
-            torch.zeros(1, dtype=torch.int32, device=device),
-            torch.zeros((max_rows, SPAN), dtype=torch.int32, device=device),
-            torch.empty((most, kv_heads, tile, width), dtype=torch.float32, device=device),
-            torch.empty((most, kv_heads, tile, 2), dtype=torch.float32, device=device),
-            torch.zeros((most, kv_heads), dtype=torch.int32, device=device),
-            max_len,
-        )
+            numbers(max_rows + most, ITEM), numbers(most, SLOT), numbers(max_rows, SPAN), numbers(1), numbers(units),
+            torch.empty((parts, kv_heads, _tile(shape), width), dtype=torch.float32, device=device),
+            torch.empty((parts, kv_heads, _tile(shape), 2), dtype=torch.float32, device=device),
+            numbers(parts, kv_heads), max_len, dtype.itemsize,
+        )  # fmt: skip
 
 
 def _tile(shape: HeadShape) -> int:
     return power_of_two(shape.num_heads // shape.num_kv_heads, 16)
 
 
-class PlanSpace(Protocol):
-    """Where a plan's records go."""
-
-    @property
-    def items(self) -> torch.Tensor: ...
-
-    @property
-    def counts(self) -> torch.Tensor: ...
-
-    @property
-    def spans(self) -> torch.Tensor: ...
+def _tile_of(rows: int, shape: HeadShape, space: DecodeSpace) -> DecodeTile:
+    width = power_of_two(shape.head_dim, 16)
+    return decode_tile(1 if RUNTIME.invariant else rows, width, space.element_size)
 
 
-def plan_items(paged: PagedRows, shape: HeadShape, window: int, space: PlanSpace, waves: int | None = None) -> None:
-    """Cut the contexts of `paged`, spans of few tokens, into items; once a step and layer group."""
-    _plan_items[(1,)](
-        paged.seq_lens, paged.query_start, paged.rows, paged.num_rows, target_items(shape, waves),
-        INVARIANT_LEAST if RUNTIME.invariant else LEAST, window,
-        space.items, space.counts, space.spans, space.spans.shape[0],
-        WIDTH=power_of_two(paged.rows.shape[0], 16), STEP=STEP, ITEM=ITEM, SPAN=SPAN, MOST=MOST,
+_LISTERS = 8  # programs a row that list what is to be read
+
+
+def plan_decode(paged: PagedRows, shape: HeadShape, window: int, space: DecodeSpace, page: int, fused: bool) -> None:
+    """Cut the contexts of `paged`, one token a row, into slots, and list what they read; once a step and layer group.
+    `fused`: `decode_attention` will be given a projection, whose keys are in no page yet."""
+    count = paged.rows.shape[0]
+    tile = _tile_of(count, shape, space)
+    least = INVARIANT_LEAST if RUNTIME.invariant else LEAST
+    _plan_slots[(1,)](
+        paged.seq_lens, paged.query_start, paged.rows, paged.num_rows, num_slots(shape, tile),
+        max(1, least // tile.step), window, space.items, space.slots, space.spans, space.counts,
+        WIDTH=power_of_two(count, 16), STEP=tile.step, ITEM=ITEM, SLOT=SLOT, SPAN=SPAN,
         SPLITS=INVARIANT_SPLITS if RUNTIME.invariant else 0, **launch_options(num_warps=4),
+    )  # fmt: skip
+    _list_units[(count, _LISTERS)](
+        paged.seq_lens, paged.rows, paged.num_rows, paged.block_tables, space.spans, space.units,
+        paged.block_tables.stride(0), int(fused),
+        STEP=tile.step, UNIT=gcd(tile.step, page), PAGE=page, SPAN=SPAN, BLOCK=256, **launch_options(num_warps=4),
     )  # fmt: skip
 
 
@@ -334,18 +446,6 @@ class Projected:
 MERGED = 8192  # elements that are added up at a time
 
 
-def decode_tile(rows: int, head_dim: int, key_bytes: int) -> tuple[int, int, int]:
-    """(keys at a time, warps, pipeline stages) of a program of `_decode`.
-
-    Few rows: one program a processor, that keeps much in flight; many: several, of which one begins while others read.
-    """
-    if head_dim <= 64 and key_bytes <= 128:  # two tiles of keys in flight: they wait for their block's number
-        return STEP, 4, 5
-    deep = head_dim == 128 and rows <= 64
-    step = STEP if key_bytes <= (256 if rows <= 64 else 128) else STEP // 2
-    return step, 8 if deep else 4, 3 if deep else 2
-
-
 def decode_attention(
     given: Projected | torch.Tensor,
     cache: tuple[torch.Tensor, torch.Tensor],
@@ -355,7 +455,7 @@ def decode_attention(
     space: DecodeSpace,
     out: torch.Tensor,
 ) -> None:
-    """Attends, for rows of one token: `out` [T, heads * D]; `space` as `plan_items` left it.
+    """Attends, for rows of one token: `out` [T, heads * D]; `space` as `plan_decode` left it.
 
     `given` a projection, writes the new keys and values; given q [T, heads * D], rotated, finds them in their pages.
     """
@@ -363,21 +463,20 @@ def decode_attention(
     projected = given if isinstance(given, Projected) else Projected(given, space.norms, space.norms)
     qkv, cos, norms = projected.qkv, projected.cos, projected.norms
     key_pages, value_pages = cache
-    count = paged.rows.shape[0]
+    count, page = paged.rows.shape[0], key_pages.shape[2]
     parts = qkv.shape[0] if qkv.ndim == 3 else 1
     width = power_of_two(shape.head_dim, 16)
     mates = power_of_two(shape.num_heads // shape.num_kv_heads)
-    rows = 1 if RUNTIME.invariant else count
-    step, warps, stages = decode_tile(rows, shape.head_dim, width * key_pages.element_size())
-    _decode[(max_items(count, shape, space.max_len), shape.num_kv_heads)](
+    tile = _tile_of(count, shape, space)
+    _decode[(_max_slots(count, shape, tile, space.max_len), shape.num_kv_heads)](
         qkv, cos, projected.sin, cos if norms is None else norms.q, cos if norms is None else norms.k,
-        key_pages, value_pages, out, paged.block_tables, space.items, space.counts, space.outputs, space.norms,
-        space.arrived, cos if scores.sinks is None else scores.sinks,
+        key_pages, value_pages, out, paged.block_tables, space.items, space.slots, space.counts, space.units,
+        space.outputs, space.norms, space.arrived, cos if scores.sinks is None else scores.sinks,
         qkv.stride(0) if parts > 1 else 0, qkv.stride(-2), paged.block_tables.stride(0),
-        0.0 if norms is None else norms.eps, scores.scale, scores.soft_cap or 1.0, scores.window,
-        HEADS=shape.num_heads, KV_HEADS=shape.num_kv_heads, DIM=shape.head_dim, WIDTH=width,
-        PAGE=key_pages.shape[2], HALF=cos.shape[1] if fused else 0, PARTS=parts, NORM=norms is not None, FUSED=fused,
-        TILE=_tile(shape), STEP=step, ITEM=ITEM, MATES=mates, MERGE=max(1, MERGED // (mates * width)),
-        CAP=scores.soft_cap is not None, WINDOW=scores.window > 0, SINKS=scores.sinks is not None,
-        **launch_options(warps, num_stages(stages, step, width, key_pages)),
+        0.0 if norms is None else norms.eps, scores.scale, scores.soft_cap or 1.0,
+        HEADS=shape.num_heads, KV_HEADS=shape.num_kv_heads, DIM=shape.head_dim, WIDTH=width, PAGE=page,
+        HALF=cos.shape[1] if fused else 0, PARTS=parts, NORM=norms is not None, FUSED=fused, TILE=_tile(shape),
+        STEP=tile.step, UNIT=gcd(tile.step, page), ITEM=ITEM, SLOT=SLOT, MATES=mates,
+        MERGE=max(1, MERGED // (mates * width)), STAGES=tile.stages, CAP=scores.soft_cap is not None,
+        WINDOW=scores.window > 0, SINKS=scores.sinks is not None, **launch_options(tile.warps, tile.stages),
     )  # fmt: skip

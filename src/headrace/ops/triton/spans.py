@@ -1,10 +1,11 @@
 """Attention of a few queries a row over head-major pages, with the context split: drafts that are verified.
 
-As in decode, a step's contexts are cut into items of one length (Flash-Decoding, Dao et al. 2023), so that a few long
-contexts fill the GPU. The queries of a span and the heads that share a key head are the rows of one tile; a query sees
-what lies before its span and, inside it, the tokens up to itself or, in a token tree, its ancestors. Items that are
-parts of a context leave their sums in memory, and a second kernel adds those up, in order, a token and key head each:
-with so many rows a tile, one program that adds up all parts would be what the step waits for.
+A step's contexts are cut into items of one length, whatever row they belong to, so that a few long contexts fill the
+GPU (Flash-Decoding, Dao et al. 2023; the cut by items as in FlashInfer, Ye et al. 2025, section 3.3). The queries of a
+span and the heads that share a key head are the rows of one tile; a query sees what lies before its span and, inside
+it, the tokens up to itself or, in a token tree, its ancestors. Items that are parts of a context leave their sums in
+memory, and a second kernel adds those up, in order, a token and key head each: with so many rows a tile, one program
+that adds up all parts would be what the step waits for.
 """
 
 from __future__ import annotations
@@ -15,12 +16,67 @@ import torch
 import triton
 import triton.language as tl
 
-from headrace.ops.triton.decode import ITEM, MERGED, SPAN, STEP, max_items, target_items
+from headrace.ops.triton.decode import MERGED
 from headrace.ops.triton.paged import HeadShape, PagedRows, Scores
-from headrace.ops.triton.runtime import INTERPRETED, kernel, launch_options, power_of_two
+from headrace.ops.triton.runtime import INTERPRETED, kernel, launch_options, num_processors, power_of_two
 
 MOST_QUERIES = 64  # of a span: as many as a mask of ancestors has bits
 WAVES = 2  # programs for each processor that contexts are cut into: a tile has many rows, and so has each part
+STEP = 64 if INTERPRETED else 128  # keys that items are multiples of
+LEAST = 64 if INTERPRETED else 256  # keys of an item: cutting finer costs more in adding up than it saves
+
+# words of an item's record: its span's row, token and number of keys; the item's first key and one past its last; the
+# first item of the span and how many those are; the queries of the span; where the item's part of the result lies
+ITEM = 9
+SPAN = 4  # words of a span's record: its token, its queries, where its first part lies, how many it has (0: one item)
+
+
+@kernel
+def _plan_items(
+    seq_lens, query_start, rows, num_rows, target, least, window, items, counts, spans, most_rows,
+    WIDTH: tl.constexpr, STEP: tl.constexpr, ITEM: tl.constexpr, SPAN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    span = tl.arange(0, WIDTH)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    mask = span < tl.load(num_rows)
+    length = tl.load(seq_lens + span, mask=mask, other=0)
+    start = tl.load(query_start + span, mask=mask, other=0)
+    queries = tl.load(query_start + span + 1, mask=mask, other=0) - start
+    row = tl.load(rows + span, mask=mask, other=0)
+    begin = tl.zeros((WIDTH,), tl.int32)
+    if window > 0:  # the first query sees the lowest key
+        begin = tl.maximum(length - queries + 1 - window, 0) // STEP * STEP
+    seen = tl.where(mask, length - begin, 0)
+    total = tl.sum(seen, axis=0)
+    chunk = tl.cdiv(total, target)
+    chunk = tl.maximum(tl.cdiv(chunk, STEP) * STEP, least)
+    number = tl.cdiv(seen, chunk)
+    after = tl.cumsum(number, axis=0)
+    before = after - number
+    parts = tl.where(number > 1, number, 0)
+    place = tl.cumsum(parts, axis=0) - parts
+    most = tl.max(number, axis=0)
+    for index in tl.range(0, most):
+        first = begin + index * chunk
+        real = mask & (index < number)
+        record = items + (before + index) * ITEM
+        tl.store(record, row, mask=real)
+        tl.store(record + 1, start, mask=real)
+        tl.store(record + 2, length, mask=real)
+        tl.store(record + 3, first, mask=real)
+        tl.store(record + 4, tl.minimum(first + chunk, length), mask=real)
+        tl.store(record + 5, before, mask=real)
+        tl.store(record + 6, number, mask=real)
+        tl.store(record + 7, queries, mask=real)
+        tl.store(record + 8, place + index, mask=real)
+    kept = span < most_rows
+    tl.store(spans + span * SPAN, start, mask=kept)
+    tl.store(spans + span * SPAN + 1, queries, mask=kept)
+    tl.store(spans + span * SPAN + 2, place, mask=kept)
+    tl.store(spans + span * SPAN + 3, parts, mask=kept)
+    tl.store(counts, tl.sum(number, axis=0))
 
 
 @kernel
@@ -187,20 +243,17 @@ class SpanSpace:
     outputs: torch.Tensor  # float32 [max parts, kv heads, most * shared heads, WIDTH]
     norms: torch.Tensor  # float32 [max parts, kv heads, most * shared heads, 2]  highest score, sum of weights
     most: int
-    max_len: int  # keys of a row at most
 
     @classmethod
-    def create(
-        cls, max_rows: int, most: int, shape: HeadShape, device: torch.device, max_len: int = 1 << 20
-    ) -> SpanSpace:
+    def create(cls, max_rows: int, most: int, shape: HeadShape, device: torch.device) -> SpanSpace:
         """ValueError: spans of so many tokens have no room in a mask of ancestors."""
         if not 1 <= most <= MOST_QUERIES:
             raise ValueError(f"spans of {most} tokens; give 1 to {MOST_QUERIES}")
         kv_heads, width = shape.num_kv_heads, power_of_two(shape.head_dim, 16)
         queries = most * (shape.num_heads // kv_heads)
-        items = max_items(max_rows, shape, max_len)
+        items = max_rows + target_items(shape)
         # a context of several items has fewer than twice the items that its share of all keys stands for
-        parts = min(items, 2 * target_items(shape, WAVES))
+        parts = min(items, 2 * target_items(shape))
         return cls(
             torch.zeros((items, ITEM), dtype=torch.int32, device=device),
             torch.zeros(1, dtype=torch.int32, device=device),
@@ -208,8 +261,21 @@ class SpanSpace:
             torch.empty((parts, kv_heads, queries, width), dtype=torch.float32, device=device),
             torch.empty((parts, kv_heads, queries, 2), dtype=torch.float32, device=device),
             most,
-            max_len,
         )
+
+
+def target_items(shape: HeadShape) -> int:
+    """Items that a step is cut into at most, beside one a span."""
+    return 8 if INTERPRETED else max(2, WAVES * num_processors() // shape.num_kv_heads)
+
+
+def plan_spans(paged: PagedRows, shape: HeadShape, window: int, space: SpanSpace) -> None:
+    """Cut the contexts of `paged` into items; once a step and layer group."""
+    _plan_items[(1,)](
+        paged.seq_lens, paged.query_start, paged.rows, paged.num_rows, target_items(shape), LEAST, window,
+        space.items, space.counts, space.spans, space.spans.shape[0],
+        WIDTH=power_of_two(paged.rows.shape[0], 16), STEP=STEP, ITEM=ITEM, SPAN=SPAN, **launch_options(num_warps=4),
+    )  # fmt: skip
 
 
 def span_tile(shape: HeadShape, most: int) -> int:
@@ -238,7 +304,7 @@ def span_attention(
     tree: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """Attention of spans of up to `space.most` tokens whose keys and values are in their pages: q and out [T, heads *
-    D]; `space` as `plan_items` left it, asked for WAVES.
+    D]; `space` as `plan_spans` left it.
 
     `tree`, where spans are token trees: (int64 [T], int32 [T]): bit i of a token's mask is set where it sees token i of
     its span, itself included (of a chain: the lowest bits up to its own); and each token's position, which in a tree
@@ -249,7 +315,7 @@ def span_attention(
     width, tile, count = power_of_two(shape.head_dim, 16), span_tile(shape, space.most), paged.rows.shape[0]
     step, warps, stages = _pipeline(tile, width, key_pages.element_size())
     rows, sinks = space.outputs.shape[2], q if scores.sinks is None else scores.sinks
-    _spans[(max_items(count, shape, space.max_len), shape.num_kv_heads, triton.cdiv(space.most, tile // shared))](
+    _spans[(count + target_items(shape), shape.num_kv_heads, triton.cdiv(space.most, tile // shared))](
         q, key_pages, value_pages, out, paged.block_tables, space.items, space.counts, space.outputs, space.norms,
         sinks, *(tree or (paged.rows, paged.rows)), paged.block_tables.stride(0), scores.scale,
         scores.soft_cap or 1.0, scores.window,
