@@ -24,12 +24,12 @@ def test_never_much_worse_than_none_or_the_best_fixed_depth(crossing: float, num
 
 @pytest.mark.slow
 @pytest.mark.parametrize("network", [True, False])
-@pytest.mark.parametrize("num_rows", [1, 2, 4, 8, 16, 32, 64, 128, 256])
+@pytest.mark.parametrize("num_rows", [1, 8, 32, 256])
 @pytest.mark.parametrize("crossing", [4.0, 40.0, 150.0])
 def test_over_all_loads_and_acceptances(crossing: float, num_rows: int, network: bool) -> None:
-    """Drafts that are nearly always right are a matter of tens of steps, of which the first trials are a part."""
+    steps = 4000 if num_rows < 32 else 1500
     found = {
-        acceptance: compare(Machine(crossing), acceptance, [num_rows], 4000, network=network)
+        acceptance: compare(Machine(crossing), acceptance, [num_rows], steps, network=network)
         for acceptance in (0.2, 0.4, 0.6, 0.8, 0.95)
     }
     assert all(ratio >= 0.98 for ratio, _ in found.values()), found

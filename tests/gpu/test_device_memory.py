@@ -53,6 +53,17 @@ def test_steps_that_do_not_fit_run_in_parts(tmp_path, gpu_engine, scarce, capfd)
     assert "the GPU's memory ran out; the step runs again in parts" in capfd.readouterr().err
 
 
+def test_steps_with_drafts_run_again_without(tmp_path, gpu_engine, scarce, capfd):
+    model = write_tiny_llama(tmp_path, mtp=True)
+    prompts, params = [[5, 6, 7, 5, 6], [9, 8, 7, 9]], [PARAMS[0].with_(max_tokens=7), PARAMS[2].with_(max_tokens=7)]
+    want = outputs(model, prompts, params, device="cpu")
+    scarce["tokens"] = 9  # the prompts fit together, two rows with four drafts each do not
+    found = outputs(model, prompts, params, speculate="mtp", num_draft_tokens=4)
+    assert scarce["failures"] > 0
+    assert [each.token_ids for each in found] == [each.token_ids for each in want]
+    assert "the step runs again in parts" in capfd.readouterr().err
+
+
 def test_what_fits_nowhere_ends_with_the_reason_and_the_others_go_on(tmp_path, gpu_engine, scarce):
     model = write_tiny_llama(tmp_path)
     want = outputs(model, device="cpu")

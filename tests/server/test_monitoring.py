@@ -108,7 +108,9 @@ def test_a_request_chooses_who_drafts_for_it(tiny_model):
         for wish in ({"method": "draft"}, {"method": "magic"}, {"num_tokens": 0}, {"k": 1}, 3, {"off": 1}):
             answer = server.text("abc", **fields, speculative=wish)
             assert answer.status == 400, wish
-        assert answer.json["error"]["param"] == "speculative"
+            assert answer.json["error"]["param"] == "speculative"
+            if wish == {"method": "draft"}:
+                assert answer.json["error"]["message"].startswith("speculative.method draft: this engine has no such")
         assert answer.json["error"]["message"] == "speculative: off must be true or false, not a number"
         whole = server.text("abcabcabcabcabcabcabc", **fields, speculative={"off": None, "method": None}).json
         assert whole["choices"][0]["text"] == expected

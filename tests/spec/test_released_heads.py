@@ -37,6 +37,20 @@ def test_a_head_for_the_model_is_found(model, speculate):
         assert not llm.engine.ledger.totals.proposers_dropped
 
 
+def test_a_file_may_have_another_name(model, tmp_path):
+    class Named:
+        file = type("File", (), {"metadata": {"general.name": "Target"}})()
+        spec = open_checkpoint(model).spec
+
+    identity = released.model_identity(Named())
+    assert released.model_identity(open_checkpoint(model)) is None and identity["name"] == "Target"
+    facts = tmp_path / "models" / "target-eagle" / "training.json"
+    facts.write_text(json.dumps({**json.loads(facts.read_text()), "identity": identity}))
+    assert released.released_heads("renamed", 5, identity) == facts.parent
+    assert released.released_heads("renamed", 5, {**identity, "hidden_size": 1}) is None
+    assert released.released_heads("renamed", 5) is None
+
+
 def test_another_model_has_none(model, tmp_path):
     other = str(write_tiny_llama(tmp_path / "other" / "target", layers=4))  # of the same name
     with LLM(other, speculate="auto") as llm:

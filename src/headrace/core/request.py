@@ -28,7 +28,11 @@ class FinishReason(StrEnum):
 
 
 class RequestError(ValueError):
-    """A request that cannot be served as asked; the message says what would do."""
+    """A request that cannot be served as asked; the message says what would do. `param`: the API's field at fault."""
+
+    def __init__(self, message: str, param: str | None = None):
+        super().__init__(message)
+        self.param = param
 
 
 @dataclass(slots=True, eq=False)

@@ -14,7 +14,7 @@ from headrace.loading.checkpoint import LoadedCheckpoint, open_checkpoint
 from headrace.loading.draft_heads import HeadCheckpoint, MedusaCheckpoint, MlpCheckpoint, is_head, is_medusa, is_mlp
 from headrace.loading.errors import CheckpointError
 from headrace.loading.mtp import MtpCheckpoint
-from headrace.loading.released import released_heads
+from headrace.loading.released import model_identity, released_heads
 from headrace.loading.store import resolve_model
 from headrace.models.spec import ModelSpec
 from headrace.resolve import Choice, resolve_draft
@@ -29,7 +29,7 @@ def open_draft(name: str | None, speculate: str, target: LoadedCheckpoint) -> Dr
     """The checkpoint of the draft model or head, if there is to be one, for the model `target`. CheckpointError as for
     any model."""
     if name is None and speculate in ("auto", "eagle"):
-        released = released_heads(target.name, target.num_bytes)
+        released = released_heads(target.name, target.num_bytes, model_identity(target))
         if released is None and speculate == "eagle":
             raise ConfigError(f"no EAGLE head comes with Headrace for {target.name}; give draft_model, a head's folder")
         if released is not None:

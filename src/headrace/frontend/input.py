@@ -112,7 +112,9 @@ class InputProcessor:
         ids = self.tokens(prompt, add_special=add_special)
         if params.draft_method is not None and params.draft_method not in self._proposers and params.draft_tokens != 0:
             have = ", ".join(self._proposers) or "none: start it with speculate=auto"
-            raise RequestError(f"draft_method {params.draft_method}: this engine has no such proposer (it has {have})")
+            raise RequestError(
+                f"draft_method {params.draft_method}: this engine has no such proposer (it has {have})", "speculative"
+            )
         self._check_ids("stop_token_ids", params.stop_token_ids)
         self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
         self._check_ids("logit_bias", dict(params.logit_bias))

@@ -114,7 +114,10 @@ class Job:
             try:
                 prepared = processor.prepare(name, prompt.token_ids, params)
             except RequestError as error:
-                raise bad_request(str(error)) from None
+                text = str(error)
+                if error.param == "speculative":  # the API's name of it
+                    text = text.replace("draft_method", "speculative.method", 1)
+                raise bad_request(text, error.param) from None
             output = RequestOutput(
                 name, prompt.text, prompt.token_ids, [CompletionOutput(i) for i in range(params.num_choices)]
             )

@@ -119,7 +119,9 @@ class CombinedProposer:
             return call(argument)
         except Exception as error:
             name = self.names[source]
-            _log.error("the proposer %s failed (%s) and drafts no more; requests go on without it", name, error)
+            _log.error(
+                "headrace: the proposer %s failed (%s) and drafts no more; requests go on without it", name, error
+            )
             del self._proposers[source]
             self._dropped.append(name)
             return None

@@ -17,6 +17,7 @@ from headrace.frontend.llm import LLM
 from headrace.frontend.progress import progress_bar
 from headrace.loading.checkpoint import LoadedCheckpoint, open_checkpoint
 from headrace.loading.draft_heads import MEDUSA_FILE
+from headrace.loading.released import model_identity
 from headrace.loading.safetensors_file import SINGLE_NAME
 from headrace.loading.store import resolve_model
 from headrace.models.spec import ModelSpec
@@ -84,6 +85,7 @@ def _write_and_train(
     facts: dict[str, Any] = {
         "model": checkpoint.name,
         "model_bytes": checkpoint.num_bytes,
+        "identity": model_identity(checkpoint),
         "kind": settings.kind,
         "prompts": len(prompts),
         "texts": len(own_texts),

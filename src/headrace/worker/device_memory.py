@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from headrace.core.plan import StageTimes, StepPlan, StepResult
@@ -25,6 +26,15 @@ class Running(Protocol):
     """A step that was sent."""
 
     def result(self) -> StepResult: ...
+
+
+def without_drafts(plan: StepPlan) -> StepPlan:
+    """The plan as if nothing had been drafted for it, and nobody drafts after it. To who made it, all drafts of the
+    step were wrong."""
+    spans = plan.spans.copy()
+    spans[2] -= spans[3]
+    spans[3] = 0
+    return replace(plan, spans=spans, draft_limits=np.zeros((0, plan.num_spans), np.int32))
 
 
 def run_in_parts(execute: Callable[[StepPlan], Running], plan: StepPlan) -> StepResult:

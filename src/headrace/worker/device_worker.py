@@ -26,7 +26,7 @@ from headrace.sampling.sampler import Sampler
 from headrace.sampling.stages import default_stages
 from headrace.worker.device_cache import DeviceKVCache
 from headrace.worker.device_drafting import make_device_proposer
-from headrace.worker.device_memory import StepTooLarge, run_in_parts
+from headrace.worker.device_memory import StepTooLarge, run_in_parts, without_drafts
 from headrace.worker.device_runner import DeviceRunner, FinishedStep, PendingStep
 from headrace.worker.device_speculation import Speculation
 from headrace.worker.device_table import DeviceTable
@@ -122,9 +122,10 @@ class DeviceWorker:
         try:
             return self._runner.execute(plan)
         except StepTooLarge:
-            if self._drafts:  # those that began with this step cannot begin again
-                raise
+            pass  # beyond this block, what the exception held of the step is free
         print("headrace: the GPU's memory ran out; the step runs again in parts", file=sys.stderr)
+        if self._drafts:
+            plan = without_drafts(plan)
         return FinishedStep(run_in_parts(self._runner.execute, plan))
 
     def report(self) -> list[str]:
