@@ -106,6 +106,8 @@ class Engine:
             )
         )
         weight_bytes = self._worker.model.weight_bytes
+        if (read := getattr(self._worker, "weights_report", None)) is not None:
+            self.choices.append(Choice("weights", f"{weight_bytes / 1e9:.2f} GB", f"read by a large step; {read}"))
         work = WorkModel.for_layout(self.spec, weight_bytes, layout)
         self.ledger: Ledger = NullLedger()
         self.cost = CostModel(self.ledger.facts)

@@ -60,6 +60,10 @@ class ExpertDevice(Protocol):
         """float32 [E, N, K] as they are multiplied."""
         ...
 
+    def experts_memory(self, shape: tuple[int, int, int]) -> Array:
+        """Memory for [E, N, K] as they are multiplied, to be filled by a WeightSource."""
+        ...
+
 
 class MixtureOfExperts:
     """Each token through its best experts, weighted by the router.
@@ -88,7 +92,9 @@ class MixtureOfExperts:
         reader = _Reader(source, f"{prefix}.experts", moe.num_experts, moe.intermediate_size, spec.hidden_size)
         kept = scheme if isinstance(scheme, ExpertScheme) else None
         try:
-            if kept is not None and not reader.has("gate_up_proj"):
+            if isinstance(scheme, ExpertDevice) and not reader.is_in_out(layout):
+                gate_ups, downs, gate_up_bias, down_bias = reader.placed(names, moe.expert_bias, scheme)
+            elif kept is not None and not reader.has("gate_up_proj"):
                 gate_ups, downs, gate_up_bias, down_bias = reader.packed(names, moe.expert_bias, kept)
             else:
                 gate_ups, downs, gate_up_bias, down_bias = reader.floats(names, layout, moe.expert_bias)
@@ -145,11 +151,33 @@ class _Reader:
 
     def floats(self, names: ExpertNames, layout: ExpertLayout, bias: bool) -> _Weights:
         """In float32, from whichever tensors there are."""
-        if layout is ExpertLayout.IN_OUT and self.has("gate_up_proj"):
+        if self.is_in_out(layout):
             return self.in_out(bias)
         if self.has("gate_up_proj"):
             return self.merged()
         return self.stacked(bias) if self.has(f"{ExpertNames.gate}.weight") else self.single(names)
+
+    def is_in_out(self, layout: ExpertLayout) -> bool:
+        """Whether the tensors lie with their inputs first, gate and up in turns."""
+        return layout is ExpertLayout.IN_OUT and self.has("gate_up_proj")
+
+    def placed(self, names: ExpertNames, bias: bool, device: ExpertDevice) -> tuple[Any, ...]:
+        """As `floats`, written straight into a device's memory; not of tensors with their inputs first."""
+        gate_up = device.experts_memory((self.num, 2 * self.inner, self.hidden))
+        down = device.experts_memory((self.num, self.hidden, self.inner))
+        gates, ups = gate_up[:, : self.inner], gate_up[:, self.inner :]
+        if self.has("gate_up_proj"):
+            self.source.fill(f"{self.prefix}.gate_up_proj", gate_up)
+            self.source.fill(f"{self.prefix}.down_proj", down)
+            return gate_up, down, None, None
+        if self.has(f"{ExpertNames.gate}.weight"):
+            for name, target in ((ExpertNames.gate, gates), (ExpertNames.up, ups), (ExpertNames.down, down)):
+                self.source.fill(f"{self.prefix}.{name}.weight", target)
+            return gate_up, down, *(self.stacked_biases() if bias else (None, None))
+        for expert in range(self.num):
+            for name, target in ((names.gate, gates), (names.up, ups), (names.down, down)):
+                self.source.fill(f"{self.prefix}.{expert}.{name}.weight", target[expert])
+        return gate_up, down, None, None
 
     def packed(self, names: ExpertNames, bias: bool, scheme: ExpertScheme) -> tuple[Any, ...]:
         """Lists of E matrices gate | up and down, as `scheme` stores them, and their biases."""

@@ -7,7 +7,8 @@ so that one error names every missing, misshapen and unused tensor.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -37,15 +38,32 @@ class Checkpoint(Protocol):
         ...
 
     # A checkpoint may also have `read_packed(name) -> StoredTensor | None`: the tensor as it is stored, where that is a
-    # format that the native kernels read; and `fill(name, target)`: write the tensor into one of a GPU's.
+    # format that the native kernels read; `fill(name, target)`: write the tensor into one of a GPU's; and
+    # `read_rows(name, first, target)`: write some of its rows into a torch tensor [N, K], from any thread.
+
+
+class Transfer(Protocol):
+    """Brings tensors to a GPU while layers are built (worker/transfer.py)."""
+
+    def add(self, read: Callable[[int, Any], None], target: Array) -> None:
+        """Have `target` [..., K] filled by calls read(first, part), each of which writes the rows from `first` on into
+        a `part` [N, K] of its dtype."""
+        ...
 
 
 class WeightSource:
     """Hands a checkpoint's tensors to layers and keeps account of what was taken, missing and misshapen."""
 
-    def __init__(self, checkpoint: Checkpoint, place: Callable[[np.ndarray], Array] | None = None):
-        """`place` puts a small tensor (norm, bias) where the model computes; None: it stays."""
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        place: Callable[[np.ndarray], Array] | None = None,
+        transfer: Transfer | None = None,
+    ):
+        """`place` puts a small tensor (norm, bias) where the model computes; None: it stays. What `fill` is asked for
+        is left to `transfer`, which ends after the layers are built; None: it is done at once."""
         self._checkpoint = checkpoint
+        self._transfer = transfer
         self.place: Callable[[np.ndarray], Array] = place or (lambda array: array)
         self._names = frozenset(checkpoint.names())
         self._taken: set[str] = set()
@@ -94,7 +112,11 @@ class WeightSource:
         does."""
         shape = tuple(target.shape)
         known = name in self._names and tuple(self._checkpoint.shape(name)) == shape
-        if known and (fill := getattr(self._checkpoint, "fill", None)) is not None:
+        read_rows = getattr(self._checkpoint, "read_rows", None)
+        if known and self._transfer is not None and read_rows is not None:
+            self._taken.add(name)
+            self._transfer.add(partial(read_rows, name), target)
+        elif known and (fill := getattr(self._checkpoint, "fill", None)) is not None:
             self._taken.add(name)
             fill(name, target)
         else:

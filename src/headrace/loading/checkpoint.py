@@ -144,6 +144,15 @@ class GGUFCheckpoint(LoadedCheckpoint):
         order = self.row_order(name)
         return values if order is None else values[order]
 
+    def read_rows(self, name: str, first: int, target: torch.Tensor) -> None:
+        """Write rows of the tensor, from `first` on, into `target` [N, K]; a row is the last dimension."""
+        from torch import from_numpy
+
+        order, last = self.row_order(name), first + target.shape[0]
+        rows = slice(first, last) if order is None else order[first:last]
+        values = self.file.read_rows(self._stored_name(name), rows)
+        target.copy_(from_numpy(values if values.flags.writeable else values.copy()))
+
     def read_packed(self, name: str) -> StoredTensor | None:
         """The matrix, or stacked ones one below the other, as the file has them; None if the native kernels do not read
         the type."""
@@ -238,6 +247,16 @@ class FolderCheckpoint(LoadedCheckpoint):
             from torch import from_numpy
 
             target.copy_(from_numpy(home.read(self._stored[name])))
+
+    def read_rows(self, name: str, first: int, target: torch.Tensor) -> None:
+        """Write rows of the tensor, from `first` on, into `target` [N, K]; a row is the last dimension."""
+        home = self._home(name)
+        if isinstance(home, SafetensorsFolder):
+            home.read_rows(self._stored.get(name, name), first, target)
+        else:
+            from torch import from_numpy
+
+            target.copy_(from_numpy(home.read(self._stored[name], slice(first, first + target.shape[0]))))
 
     def _home(self, name: str) -> SafetensorsFolder | CompressedWeights:
         """What reads a tensor."""

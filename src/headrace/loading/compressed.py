@@ -109,9 +109,9 @@ class CompressedWeights:
             raise CheckpointError(f"{self._weights.folder}: {name}_shape {list(shape)} does not fit {packed}")
         return shape
 
-    def read(self, name: str) -> np.ndarray:
-        """float32 [N, K]."""
-        bytes_, scale = self._bytes(name), self._scale(name)
+    def read(self, name: str, part: slice = slice(None)) -> np.ndarray:
+        """float32 [N, K], or some of its rows."""
+        bytes_, scale = self._bytes(name)[part], self._scale(name)[part]
         rows, inputs = bytes_.shape
         values = bytes_.astype(np.float32).reshape(rows, scale.shape[1], inputs // scale.shape[1])
         values *= scale[:, :, None]

@@ -122,7 +122,16 @@ class GGUFFile:
     def read(self, name: str) -> np.ndarray:
         """The tensor as float32 in `info(name).shape`, read-only where it is stored so; values must be finite."""
         info = self.info(name)
-        raw, type_name = self.raw(name), info.type.name
+        return np.require(self._decode(info, self.raw(name)).reshape(info.shape), requirements=["C", "A"])
+
+    def read_rows(self, name: str, rows: slice | np.ndarray) -> np.ndarray:
+        """Some rows as `read` gives them, float32 [N, K]; a row is the last dimension."""
+        info = self.info(name)
+        return self._decode(info, self.raw(name)[rows]).reshape(-1, info.shape[-1])
+
+    def _decode(self, info: TensorInfo, raw: np.ndarray) -> np.ndarray:
+        """Stored rows as float32."""
+        name, type_name = info.name, info.type.name
         with np.errstate(all="ignore"):  # the check below says what is wrong with NaN and infinite scales
             if type_name in PLAIN_DTYPES:
                 values = raw.view(PLAIN_DTYPES[type_name]).astype(np.float32, copy=False)
@@ -132,7 +141,7 @@ class GGUFFile:
                 values = self._dequantize(info, raw)
         if not all_finite(values):
             raise self._error(f"tensor {name!r} ({type_name}) holds values that are not finite; fetch it again")
-        return np.require(values.reshape(info.shape), requirements=["C", "A"])
+        return values
 
     def _dequantize(self, info: TensorInfo, raw: np.ndarray) -> np.ndarray:
         from gguf.constants import GGMLQuantizationType  # slow to import, and not needed to look at a file

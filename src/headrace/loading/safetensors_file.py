@@ -106,13 +106,24 @@ class SafetensorsFolder:
 
     def fill(self, name: str, target: torch.Tensor) -> None:
         """Write the tensor into `target`, which may be a GPU's and of another dtype, without a float32 copy."""
-        import torch
-
         values, dtype = self._stored(name)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the file's pages are read-only, and nothing here writes
-            stored = torch.from_numpy(values.view(np.int16) if dtype == "BF16" else values)
-        target.copy_(stored.view(torch.bfloat16) if dtype == "BF16" else stored)
+        target.copy_(_as_torch(values, dtype))
+
+    def read_rows(self, name: str, first: int, target: torch.Tensor) -> None:
+        """Write rows of the tensor, from `first` on, into `target` [N, K]; a row is the last dimension."""
+        values, dtype = self._stored(name)
+        rows = values.reshape(-1, values.shape[-1])[first : first + target.shape[0]]
+        self._expect(name, rows)
+        target.copy_(_as_torch(rows, dtype))
+
+    def _expect(self, name: str, part: np.ndarray) -> None:
+        """The system may begin to read a part of a file that is about to be copied."""
+        if hasattr(mmap, "MADV_WILLNEED"):
+            shard = self._shard(name)
+            whole = np.frombuffer(shard.map, np.uint8)
+            start = part.ctypes.data - whole.ctypes.data
+            begin = start // mmap.PAGESIZE * mmap.PAGESIZE
+            shard.map.madvise(mmap.MADV_WILLNEED, begin, start + part.nbytes - begin)
 
     def _stored(self, name: str) -> tuple[np.ndarray, str]:
         """The tensor as it lies in the file, and its dtype there."""
@@ -130,6 +141,16 @@ class SafetensorsFolder:
         if name not in self._home:
             raise CheckpointError(f"{self.folder}: has no tensor {name!r}")
         return self._home[name]
+
+
+def _as_torch(values: np.ndarray, dtype: str) -> torch.Tensor:
+    """The same memory as a tensor."""
+    import torch
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the file's pages are read-only, and nothing here writes
+        stored = torch.from_numpy(values.view(np.int16) if dtype == "BF16" else values)
+    return stored.view(torch.bfloat16) if dtype == "BF16" else stored
 
 
 def _shard_paths(folder: Path, name: str) -> list[Path]:

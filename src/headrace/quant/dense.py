@@ -114,5 +114,8 @@ class Dense:
 
     def experts(self, weights: np.ndarray) -> torch.Tensor:
         """See layers.moe.ExpertDevice."""
-        placed = torch.empty(weights.shape, dtype=self._dtype, device=self._device)
-        return placed.copy_(torch.from_numpy(weights))
+        return self.experts_memory(weights.shape).copy_(torch.from_numpy(weights))
+
+    def experts_memory(self, shape: tuple[int, ...]) -> torch.Tensor:
+        """See layers.moe.ExpertDevice."""
+        return torch.empty(shape, dtype=self._dtype, device=self._device)

@@ -31,6 +31,7 @@ from headrace.worker.device_runner import DeviceRunner, FinishedStep, PendingSte
 from headrace.worker.device_speculation import Speculation
 from headrace.worker.device_table import DeviceTable
 from headrace.worker.drafting import DraftSource
+from headrace.worker.transfer import WeightTransfer
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -73,7 +74,10 @@ class DeviceWorker:
             return torch.from_numpy(np.array(array)).to(device)
 
         with torch.inference_mode(), _memory_errors_explained():
-            self.model = build_model(spec, WeightSource(checkpoint, place), scheme)
+            with WeightTransfer(device) as transfer:
+                self.model = build_model(spec, WeightSource(checkpoint, place, transfer), scheme)
+            moved = transfer.report
+            self.weights_report = f"brought over: {moved}" if moved.num_bytes else "made up on the GPU"
             self.model.prepare(config.max_model_len, place)
             backend, self.attention_refusals = select_backend(
                 "cuda", config.dtype, self.model.attention_layers, layout.block_size, attention_backend
