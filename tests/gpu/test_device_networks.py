@@ -9,6 +9,7 @@ from headrace import LLM, SamplingParams
 from headrace.core.drafting import FixedDepth
 from headrace.ops.triton.runtime import INTERPRETED
 from headrace.worker.device_chain import ChainRunner
+from headrace.worker.graphs import Graphs
 from headrace.worker.table import RequestTable
 from tiny import write_tiny_llama
 
@@ -87,6 +88,20 @@ def test_drafts_are_those_of_the_cpu(models, gpu_engine, held, monkeypatch):
     compare(models["target"], held, params, PROMPTS[1:], speculate="eagle", draft_model=models["eagle1"])
     if INTERPRETED:  # else so few of a kind may not have been worth a graph
         assert len(chains) > 3 and max(chains) == 3, "all passes of a draft ran as one"
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="on a GPU chains are captured")
+def test_a_capture_leaves_what_a_chain_begins_with(models, gpu_engine, held, monkeypatch):
+    """What a capture does before a chain runs, a chain of padding, happens before every one."""
+
+    def serves(graphs, key):
+        graphs._idle(key)
+        graphs._body(key)
+        return True
+
+    monkeypatch.setattr(Graphs, "serves", serves)
+    params = PARAMS[0].with_(max_tokens=4)
+    compare(models["target"], held, params, PROMPTS[1:], speculate="eagle", draft_model=models["eagle1"])
 
 
 @pytest.mark.slow

@@ -46,11 +46,19 @@ class ChainKey:
 class ChainRunner(DeviceRunner):
     """A DeviceRunner that runs chains too."""
 
-    def __init__(self, *parts: Any, carry: Callable[[int, torch.Tensor | None], None], **options: Any):
+    def __init__(
+        self,
+        *parts: Any,
+        carry: Callable[[int, torch.Tensor | None], None],
+        carried: torch.Tensor | None,
+        **options: Any,
+    ):
         """See DeviceRunner. `carry(R, last)` is called between two steps of R spans, whose last tokens have the indices
-        `last` [R] (None: one token a span), to hand on what a step needs of the one before beside its tokens."""
+        `last` [R] (None: one token a span), to hand on what a step needs of the one before beside its tokens; it writes
+        into `carried`, where a chain's first step finds what it needs."""
         super().__init__(*parts, **options)
-        self._carry = carry
+        self._carry, self._carried = carry, carried
+        self._saved: torch.Tensor | None = None  # `carried`, while a chain of padding is captured
         view, device = self._table.view, self._table.view.words.device
         most, rows, on_gpu = options["most_drafts"], view.max_rows, device.type == "cuda"
         self._following = DeviceBatchBuilder(self._table, rows, rows, 1, rows + 1, device)
@@ -75,7 +83,11 @@ class ChainRunner(DeviceRunner):
         if first is None or follow is None:
             return None
         key = ChainKey(first, follow, depth)
-        if not self.chains.serves(key):
+        serves = self.chains.serves(key)
+        if self._saved is not None and self._carried is not None:
+            self._carried.copy_(self._saved)
+            self._saved = None
+        if not serves:
             return None
         self.flush()
         self._builder.send(plan, first)
@@ -106,5 +118,6 @@ class ChainRunner(DeviceRunner):
             self._chain_drawn[step, :rows].copy_(self._drawn[:rows, 0])
 
     def _idle_chain(self, key: ChainKey) -> None:
+        self._saved = None if self._carried is None else self._carried.clone()
         self._builder.idle(key.first)
         self._following.idle(key.follow)

@@ -46,6 +46,7 @@ class CutModel:
     def __init__(self, model: CausalLM, vocab_size: int):
         self.spec, self.attention_layers, self.forward = model.spec, model.attention_layers, model.forward
         self.weight_bytes = model.weight_bytes
+        self.inputs = None
         self._model, self._vocab_size = model, vocab_size
 
     def logits(self, hidden: Array) -> Array:
@@ -106,7 +107,7 @@ class Passes:
         self.table = DeviceTable(rows, config.max_model_len, len(layout.groups), layout.block_size, device, hosts=False)
         self._runner = ChainRunner(
             model, self.cache, self.table, backend, Sampler([]), max_tokens, config.graphs,
-            carry=model.carry, most_drafts=most, ring=most + 3,
+            carry=model.carry, carried=model.inputs, most_drafts=most, ring=most + 3,
         )  # fmt: skip
 
     def admit(self, admits: Sequence[Admit]) -> None:
