@@ -27,7 +27,7 @@ def test_never_much_worse_than_none_or_the_best_fixed_depth(crossing: float, num
 @pytest.mark.parametrize("num_rows", [1, 8, 32, 256])
 @pytest.mark.parametrize("crossing", [4.0, 40.0, 150.0])
 def test_over_all_loads_and_acceptances(crossing: float, num_rows: int, network: bool) -> None:
-    steps = 4000 if num_rows < 32 else 1500
+    steps = 4000 if num_rows < 256 else 2000
     found = {
         acceptance: compare(Machine(crossing), acceptance, [num_rows], steps, network=network)
         for acceptance in (0.2, 0.4, 0.6, 0.8, 0.95)

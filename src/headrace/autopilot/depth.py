@@ -35,8 +35,9 @@ from headrace.ledger.work import StepWork, WorkModel
 _PRIOR = 0.7  # acceptance assumed of the first drafts of all: optimism costs a few steps, pessimism would never try
 _MEMORY = 0.98  # weight of the past against one more verified draft of a request
 _NETWORK_MEMORY = 0.99  # the same for networks, which guess about alike everywhere
-_LONG_MEMORY, _NETWORK_LONG_MEMORY = 0.99, 0.998  # the same of all requests together
-_OWN = 0.25  # of what is thought of a network, for one request: what that request has seen
+_LONG_MEMORY = 0.998  # the same of all requests together
+_ALIKE = 0.15  # estimates of a request and of all that differ less are taken for the same
+_ALIKE_NETWORK = 0.3  # of a network, which guesses about alike everywhere
 _FORGET = 0.02  # per step without verification the estimate of a look-up moves this far back to the prior, so that it
 # is tried again; divided by the requests that decode, so that trying costs a step the same at every load
 _DOUBT = 8  # drafts of a network that count as much as _PRIOR does: what it guesses right is known soon, and is
@@ -171,7 +172,7 @@ class AutoDepth:
         if source not in self._network_sources:
             return 1 - _LONG_MEMORY
         self._tried += 1
-        return max(1 - _NETWORK_LONG_MEMORY, 1 / (_DOUBT + self._tried))
+        return max(1 - _LONG_MEMORY, 1 / (_DOUBT + self._tried))
 
     # -- what to draft next
 
@@ -277,9 +278,12 @@ class AutoDepth:
     # -- accounts
 
     def _acceptance(self, request: Request, source: int) -> float:
+        """Where a request seems no different from the others, what all have seen: of estimates of one quantity the
+        greatest are those that chance has raised, and requests that draft less far than others save no pass."""
         prior = self.prior[source]
         own = request.acceptance.get(source, prior)
-        return _OWN * own + (1 - _OWN) * prior if source in self._network_sources else own
+        alike = _ALIKE_NETWORK if source in self._network_sources else _ALIKE
+        return prior if abs(own - prior) < alike else own
 
     def _drift(self, request: Request, source: int, num_rows: int) -> None:
         """Of a look-up; networks are tried when their budgets say so."""

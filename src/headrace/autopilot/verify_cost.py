@@ -12,8 +12,8 @@ from __future__ import annotations
 from bisect import bisect_left
 
 _MEMORY = 0.9  # weight of the past against one more step
-_KEPT, _BRIEFLY = 2000, 64  # steps with drafts after which what was not seen again is forgotten; what was seen a few
-_FEW = 3  # times, and may have been an accident
+_KEPT, _BRIEFLY = 4000, 64  # steps with drafts after which what was not seen again is doubted; what was measured n
+_LONGER = 4  # times after _BRIEFLY * _LONGER ^ (n - 1), since a single time may have been an accident
 _FINE = 8  # numbers of tokens are told apart to 1 / this of themselves
 
 
@@ -33,13 +33,14 @@ class VerifyCost:
         """A step of so many requests and tokens, drafts among them, took `ratio` times what it takes without."""
         self._now += 1
         point = self._points.setdefault(rounded(num_rows), {}).setdefault(rounded(num_tokens), _Point())
+        weight = max(1 - _MEMORY, 1 / (point.count + 1))
         if not self._stands(point):
-            point.count = 0
+            weight = max(weight, 0.5)
         point.count, point.seen = point.count + 1, self._now
-        point.ratio += max(1 - _MEMORY, 1 / point.count) * (ratio - point.ratio)
+        point.ratio += weight * (ratio - point.ratio)
 
     def _stands(self, point: _Point) -> bool:
-        return self._now - point.seen <= (_KEPT if point.count > _FEW else _BRIEFLY)
+        return self._now - point.seen <= min(_KEPT, _BRIEFLY * _LONGER ** max(0, min(point.count, 9) - 1))
 
     def ratio(self, num_rows: int, num_tokens: int, expected: float, least: float) -> float:
         """What such a step takes, in steps without drafts. `expected`: what the cost model says; `least`: what the

@@ -16,8 +16,8 @@ FOLDERS = (_PACKAGE / "heads", _PACKAGE.parents[1] / "models")
 
 
 def model_identity(target: Any) -> dict[str, Any] | None:
-    """What a model (loading/checkpoint.py) says of itself, whatever its file is called: the name that a GGUF file holds,
-    and sizes; None where there is no name."""
+    """What a model (loading/checkpoint.py) says of itself, whatever its file is called: the name that a GGUF file
+    holds, and sizes; None where there is no name."""
     name = getattr(getattr(target, "file", None), "metadata", {}).get("general.name")
     if not isinstance(name, str) or not name:
         return None
