@@ -1,6 +1,8 @@
 """Medusa heads: the published layout on tiny random weights, against the arithmetic written out; and the engine."""
 
 import json
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -118,6 +120,57 @@ def test_with_residual_verification_and_with_auto(models):
             assert "medusa" in llm.engine.config.proposers
             llm.generate(PROMPTS, SAMPLED)
             assert not llm.engine.ledger.totals.proposers_dropped
+
+
+CHOICES = [[0], [1], [7], [0, 0], [0, 3], [1, 0], [0, 0, 0], [0, 0, 1], [7, 0, 2]]
+
+
+def chosen(models, choices):
+    """A folder of heads with a tree of fixed shape."""
+    folder = Path(write_heads(models["folder"] / f"choices {len(str(choices))}"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "medusa_choices": choices}))
+    return str(folder)
+
+
+def test_a_tree_of_fixed_shape(models):
+    """Its nodes are those that the ranks name; the text is the same, greedy and sampled."""
+    heads, shapes = chosen(models, CHOICES), []
+    closed = {tuple(path[: end + 1]) for path in CHOICES for end in range(len(path))}
+    with (
+        LLM(models["target"]) as plain,
+        LLM(models["target"], speculate="medusa", draft_model=heads, num_draft_tokens=3, draft_tree=32) as llm,
+    ):
+        (proposer,) = llm.engine._worker.proposer._proposers.values()
+        propose, candidates, ranked = proposer.propose, proposer._candidates, []
+        proposer._candidates = lambda *arguments: ranked.append(candidates(*arguments)) or ranked[-1]
+
+        def watched(context):
+            ranked.clear()
+            found = propose(context)
+            for row in range(len(context.rows)) if found is not None and len(context.rows) == 1 else ():
+                paths = []
+                for token, parent in zip(found.tokens[row].tolist(), found.tree[row].tolist(), strict=True):
+                    paths.append((*(paths[parent] if parent >= 0 else ()), token))
+                order = [ids[0].tolist() for ids, _ in ranked]
+                shapes.append({tuple(order[at].index(token) for at, token in enumerate(path)) for path in paths})
+            return found
+
+        proposer.propose = watched
+        for params in (GREEDY, SAMPLED, SAMPLED.with_(n=3, logprobs=2, repetition_penalty=1.2)):
+            assert everything(llm.generate(PROMPTS, params)) == everything(plain.generate(PROMPTS, params))
+        assert everything(llm.generate(PROMPTS[:1], GREEDY)) == everything(plain.generate(PROMPTS[:1], GREEDY))
+        assert not llm.engine.ledger.totals.proposers_dropped
+        llm.engine.core.scheduler.check()
+    whole = [shape for shape in shapes if max(map(len, shape)) == 3]
+    assert len(whole) > 20 and all(shape == closed for shape in whole)
+
+
+@pytest.mark.parametrize("choices", [5, [[0], 1], [[]], [[-1]], [[0, 0, 0, 0]], [[99]]])
+def test_odd_shapes_are_refused(models, choices):
+    with pytest.raises(CheckpointError, match="must be lists of 1 to 3 ranks"):
+        LLM(models["target"], speculate="medusa", draft_model=chosen(models, choices), draft_tree=8)
+    shutil.rmtree(models["folder"] / f"choices {len(str(choices))}")
 
 
 def test_what_does_not_fit_is_refused(models):

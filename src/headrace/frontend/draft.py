@@ -89,7 +89,8 @@ def draft_source(
     if isinstance(draft, MedusaCheckpoint | MlpCheckpoint):  # heads without layers: nothing of theirs is cached
         states: MedusaKind | MlpKind
         if isinstance(draft, MedusaCheckpoint):
-            states = MedusaKind(draft.num_heads, draft.num_blocks, draft.draft_vocab or spec.vocab_size)
+            tokens = draft.draft_vocab or spec.vocab_size
+            states = MedusaKind(draft.num_heads, draft.num_blocks, tokens, draft.paths)
         else:
             states = MlpKind(draft.num_heads, draft.state_size, draft.inner_size, draft.vocab_size, draft.scale_input)
         return DraftSource(replace(spec, num_layers=1, windows=()), draft, layout, states=states), []

@@ -98,6 +98,7 @@ class MlpCheckpoint(_Renamed):
 
 
 MEDUSA_FILE = "medusa_lm_head.safetensors"
+_MOST_RANKS = 32
 
 
 class MedusaCheckpoint(_Renamed):
@@ -116,6 +117,23 @@ class MedusaCheckpoint(_Renamed):
         for key, found in (("medusa_num_heads", self.num_heads), ("medusa_num_layers", self.num_blocks)):
             if key in config and config[key] != found:
                 raise CheckpointError(f"{path}: config.json says {key} {config[key]!r}, the file has {found}")
+        self.paths = _choices(config.get("medusa_choices"), path, self.num_heads)
+
+
+def _choices(given: Any, path: Path, num_heads: int) -> tuple[tuple[int, ...], ...]:
+    """Paths of a candidate tree of fixed shape, as lists of ranks; (): none are given."""
+    if given is None:
+        return ()
+    if not isinstance(given, list) or not all(
+        isinstance(each, list)
+        and 0 < len(each) <= num_heads
+        and all(isinstance(rank, int) and not isinstance(rank, bool) and 0 <= rank < _MOST_RANKS for rank in each)
+        for each in given
+    ):
+        raise CheckpointError(
+            f"{path}: medusa_choices in config.json must be lists of 1 to {num_heads} ranks from 0 to {_MOST_RANKS - 1}"
+        )
+    return tuple(tuple(each) for each in given)
 
 
 def is_medusa(path: Path) -> bool:

@@ -28,6 +28,9 @@ class MedusaKind:
     num_heads: int
     num_blocks: int  # of each
     draft_vocab: int  # tokens that they score
+    # nodes of a candidate tree of fixed shape, by the ranks of the tokens on the way to each; (): its shape follows the
+    # heads' probabilities
+    paths: tuple[tuple[int, ...], ...] = ()
 
 
 class MedusaHeads:
@@ -37,6 +40,7 @@ class MedusaHeads:
 
     def __init__(self, source: WeightSource, scheme: QuantScheme, target: CausalLM, kind: MedusaKind):
         hidden = target.spec.hidden_size
+        self.paths = kind.paths
         self.blocks = [
             [
                 Linear(source, Shard(f"{head}.{block}.linear", hidden, bias=True), hidden, scheme)

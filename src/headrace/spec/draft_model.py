@@ -22,7 +22,7 @@ from headrace.spec.base import DraftContext, Drafts
 from headrace.spec.draft_runner import DraftRunner
 from headrace.spec.eagle import WIDTH, HeadRunner
 from headrace.spec.state_heads import StateRunner
-from headrace.spec.tree import ROOT, TokenTree, packed, product_tree
+from headrace.spec.tree import ROOT, TokenTree, packed, product_tree, static_tree
 
 _RANKS = 6  # candidates of a position that may become nodes of a tree
 
@@ -83,6 +83,9 @@ class DraftModelProposer:
         self._num_tokens = num_tokens
         self._vocab_size = vocab_size
         self._residual = residual
+        # of heads whose tree has a fixed shape: its paths
+        self._paths: Sequence[Sequence[int]] = getattr(runner.model, "paths", ())
+        self._ranks = max((rank + 1 for path in self._paths for rank in path), default=_RANKS)
         self.wants_features = isinstance(runner, HeadRunner | StateRunner)
 
     @property
@@ -174,7 +177,10 @@ class DraftModelProposer:
         for index, columns in zip(chosen.tolist(), ranked, strict=True):
             if columns and independent:
                 tokens, shares = (np.stack(each) for each in zip(*columns, strict=True))
-                trees[index] = product_tree(tokens, shares, context.nodes)
+                paths = self._paths
+                trees[index] = (
+                    static_tree(tokens, shares, paths) if paths else product_tree(tokens, shares, context.nodes)
+                )
                 continue
             node, value = ROOT, 1.0
             for tokens, shares in columns:
@@ -215,9 +221,9 @@ class DraftModelProposer:
         return packed(trees, context.nodes)
 
     def _candidates(self, staged: Array, batch: SamplingBatch) -> tuple[np.ndarray, np.ndarray]:
-        """The best tokens of each row for nodes of a tree, and how likely each is to be accepted [R, _RANKS]. Residual
+        """The best tokens of each row for nodes of a tree, and how likely each is to be accepted [R, ranks]. Residual
         verification accepts with the model's probability, the other one what its noise favours."""
-        return self._sampler.likeliest(staged, batch, _RANKS, noise=not self._residual)
+        return self._sampler.likeliest(staged, batch, self._ranks, noise=not self._residual)
 
     def _draw(
         self, logits: Array, context: DraftContext, rows: np.ndarray, positions: np.ndarray

@@ -83,6 +83,23 @@ def product_tree(tokens: np.ndarray, probs: np.ndarray, most: int) -> TokenTree:
     return tree
 
 
+def static_tree(tokens: np.ndarray, probs: np.ndarray, paths: Sequence[Sequence[int]]) -> TokenTree:
+    """The tree of a fixed shape: each of `paths` names a node by the ranks of the tokens on the way to it, among the
+    candidates [K, C] of K positions, best first, with `probs` [K, C] (Cai et al. 2024, section 2.1.2, whose code calls
+    such paths choices). The beginnings of a path are nodes too. Nodes beyond the candidates, and impossible ones, are
+    left out."""
+    tree = TokenTree()
+    depths, ranks = tokens.shape
+    for path in paths:
+        node, value = ROOT, 1.0
+        for depth, rank in enumerate(path[:depths]):
+            if rank >= ranks or not probs[depth, rank] > 0:
+                break
+            value *= float(probs[depth, rank])
+            node = tree.add(node, int(tokens[depth, rank]), value)
+    return tree
+
+
 def packed(trees: Sequence[TokenTree], most: int) -> Drafts | None:
     """The best `most` nodes of each row's tree; None if all are empty."""
     found = [tree.best(most) for tree in trees]
