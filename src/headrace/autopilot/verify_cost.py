@@ -2,9 +2,9 @@
 
 The cost model follows a step's time over all kinds of steps, and may be far off where it has not seen any, too dear as
 often as too cheap. What is thought too dear is never tried and so never known. So a number of tokens that was not
-measured yet is believed to take no longer than the machine's rates allow, and no less than fewer tokens were measured
-to take ("optimism in the face of uncertainty": Lai and Robbins 1985); once tried it is known. What optimism may cost is
-bounded by the budget of losses.
+measured yet is believed to take no longer than the machine's rates allow, and no less than the trend of fewer tokens
+that were measured ("optimism in the face of uncertainty": Lai and Robbins 1985); once tried it is known. What optimism
+may cost is bounded by the budget of losses.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ _MEMORY = 0.9  # weight of the past against one more step
 _KEPT, _BRIEFLY = 4000, 64  # steps with drafts after which what was not seen again is doubted; what was measured n
 _LONGER = 4  # times after _BRIEFLY * _LONGER ^ (n - 1), since a single time may have been an accident
 _FINE = 8  # numbers of tokens are told apart to 1 / this of themselves
+_STEEP = 0.9  # of the slope so far: tiles and noise make it no straight line
 
 
 class _Point:
@@ -54,6 +55,10 @@ class VerifyCost:
         if place < len(known) and known[place] == key:
             return max(points[key].ratio, 1e-3)
         left, below = (known[place - 1], points[known[place - 1]].ratio) if place else (num_rows, 1.0)
+        if place > 1:  # the curve bends upwards: not below the line through two that are known
+            first, start = known[place - 2], points[known[place - 2]].ratio
+            slope = max(0.0, (below - start) / (left - first))
+            least = max(least, below + _STEEP * slope * (key - left))
         if place < len(known):  # between two that are known: not above the line, since the curve bends upwards
             share = (key - left) / max(1, known[place] - left)
             least = min(least, below + share * (points[known[place]].ratio - below))
