@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+WARM = 3  # runs that do not count, where they take no time
 SHORT = 16  # tokens of the shorter of two generations whose difference is a step's time
 LEAST_TOKEN, MOST_TOKEN = 10, 30000  # of prompts: all vocabularies of the table hold them
 
@@ -31,6 +32,9 @@ class Engine(Protocol):
 
     def share(self, prefill: bool) -> float | None:
         """Share of the device's limit that steps of one kind reached since the last call; None: not known."""
+
+    def settle(self) -> None:
+        """A moment without requests, as there are between those of a server."""
 
 
 class Headrace:
@@ -60,6 +64,10 @@ class Headrace:
         wanted = [limit_share([each]) for each in records if (each.num_prefill_tokens > 0) == prefill]
         shares = [share for share in wanted if share is not None]
         return statistics.median(shares) if shares else None
+
+    def settle(self) -> None:
+        while self._llm.engine.core.idle():
+            pass
 
 
 class VLLM:
@@ -92,6 +100,9 @@ class VLLM:
     def share(self, prefill: bool) -> float | None:
         return None
 
+    def settle(self) -> None:
+        """vLLM captures its graphs before its first request."""
+
 
 class Runs:
     """Measures cases on one engine."""
@@ -103,6 +114,7 @@ class Runs:
         return [self._draw.randrange(LEAST_TOKEN, MOST_TOKEN) for _ in range(length)]
 
     def seconds(self, prompts: Sequence[list[int]], lengths: Sequence[int], temperature: float = 0.0) -> float:
+        self._engine.settle()
         started = time.perf_counter()
         self._engine.generate(prompts, lengths, temperature)
         return time.perf_counter() - started
@@ -117,7 +129,8 @@ class Runs:
         if kind == "skewed":
             return self._step_ms([case["context"]] + [1000] * (case["batch"] - 1), 64, runs)
         if kind == "ttft":
-            self.seconds([self.prompt(case["tokens"])], [1])
+            for _ in range(WARM):
+                self.seconds([self.prompt(case["tokens"])], [1])
             return [self.seconds([self.prompt(case["tokens"])], [1]) * 1e3 for _ in range(max(3, self._runs))]
         if kind == "offline":
             draw = random.Random(0)
@@ -131,7 +144,8 @@ class Runs:
     def _step_ms(self, contexts: Sequence[int], steps: int, runs: int) -> list[float]:
         """Milliseconds of a decode step: long less short generations, so that prefill and start of a run cancel."""
         prompts = [self.prompt(context) for context in contexts]
-        self.seconds(prompts, [SHORT] * len(prompts))
+        for _ in range(WARM if max(contexts) < 1000 else 1):
+            self.seconds(prompts, [SHORT] * len(prompts))
         taken = []
         for _ in range(runs):
             short = self.seconds(prompts, [SHORT] * len(prompts))

@@ -53,6 +53,8 @@ class WeightTransfer:
 
     def __init__(self, device: torch.device, threads: int | None = None, staging_bytes: int = STAGING_BYTES):
         """`device` without CUDA: the same way without pinned memory and streams."""
+        if device.type == "cuda" and device.index is None:  # threads have to say which
+            device = torch.device("cuda", torch.cuda.current_device())
         self._device = device
         self._staging_bytes = staging_bytes
         self._num_threads = threads or max(1, min(MOST_THREADS, num_threads()))

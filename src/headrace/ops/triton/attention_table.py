@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from headrace.ops.triton.decode import FEW_ROWS
 from headrace.ops.triton.paged import HeadShape
 from headrace.ops.triton.runtime import INTERPRETED, num_processors
 from headrace.ops.triton.tile_table import file_name, user_folder
@@ -38,9 +39,10 @@ class AttentionRule:
 
 
 def default_rule(shape: AttentionShape) -> AttentionRule:
-    """What was fitted on an H200. Short spans are split where, unsplit, a processor would have fewer than two
-    programs."""
-    return AttentionRule(alone_from=768, fused_rows=64, split_rows=(2 * num_processors() - 1) // shape.num_kv_heads)
+    """What was fitted on an H200. Short spans are split where, unsplit, a processor would have fewer than two programs.
+    Programs of wide heads that read two at a time (decode.py) have no registers left for rotation."""
+    fused_rows = 64 if shape.head_dim <= 64 else FEW_ROWS
+    return AttentionRule(alone_from=768, fused_rows=fused_rows, split_rows=(2 * num_processors() - 1) // shape.num_kv_heads)
 
 
 def attention_folder() -> Path:
