@@ -18,7 +18,7 @@ from headrace.core.request import Request
 @pytest.mark.parametrize(("crossing", "num_rows"), [(4.0, 1), (4.0, 8), (40.0, 1), (40.0, 8)])
 def test_never_much_worse_than_none_or_the_best_fixed_depth(crossing: float, num_rows: int, network: bool) -> None:
     for acceptance in (0.2, 0.8):
-        ratio, best = compare(Machine(crossing), acceptance, [num_rows], 2000, network=network, fixed=(1, 2, 4, 8))
+        ratio, best = compare(Machine(crossing), acceptance, [num_rows], 3000, network=network, fixed=(1, 2, 4, 8))
         assert ratio >= 0.98, (acceptance, best)
 
 
@@ -116,9 +116,13 @@ def test_what_a_request_costs_once_is_paid_off() -> None:
 def test_costs_that_are_not_known_are_thought_low() -> None:
     cost = VerifyCost()
     assert cost.ratio(8, 16, expected=2.0, least=1.2) == 1.2
+    assert cost.is_new(8, 16)
+    cost.observe(8, 16, 7.0)
+    assert not cost.is_new(8, 16) and cost.ratio(8, 16, expected=2.0, least=1.2) == 1.2, "kernels are made for it"
     cost.observe(8, 16, 1.5)
     assert cost.ratio(8, 80, expected=4.0, least=9.0) == 4.0
-    cost.observe(8, 40, 3.0)
+    for _ in range(2):
+        cost.observe(8, 40, 3.0)
     assert cost.ratio(8, 16, expected=9.0, least=9.0) == 1.5
     assert cost.ratio(8, 28, expected=9.0, least=9.0) == pytest.approx(2.25), "not above the line between two"
     assert cost.ratio(8, 28, expected=9.0, least=1.0) == 1.5, "nor below fewer tokens"

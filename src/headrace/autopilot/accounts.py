@@ -100,7 +100,8 @@ class DraftAccounts:
             if num_drafts:
                 expected = self._cost.predict(self._work.work(plan.spans, num_rows + num_drafts))
                 usual = plain / self._cost.predict(self._decode(plan)) * expected
-                seconds = min(seconds, max(_PAUSE * step, _HELD_UP * usual))
+                is_new = self._verify.is_new(num_rows, plan.num_tokens)
+                seconds = min(seconds, _HELD_UP * usual if is_new else max(_PAUSE * step, _HELD_UP * usual))
             extra = seconds - step if num_drafts else 0.0
             passed = 1.0
             if plan.num_tokens == plan.num_spans + num_drafts and num_drafts:

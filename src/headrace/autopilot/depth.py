@@ -33,15 +33,14 @@ from headrace.ledger.cost import CostModel
 from headrace.ledger.work import StepWork, WorkModel
 
 _PRIOR = 0.7  # acceptance assumed of the first drafts of all: optimism costs a few steps, pessimism would never try
-_MEMORY = 0.98  # weight of the past against one more verified draft of a request
+_MEMORY = 0.96  # weight of the past against one more verified draft of a request
 _NETWORK_MEMORY = 0.99  # the same for networks, which guess about alike everywhere
 _LONG_MEMORY = 0.998  # the same of all requests together
-_ALIKE = 0.15  # estimates of a request and of all that differ less are taken for the same
+_ALIKE = 0.12  # estimates of a request and of all that differ less are taken for the same
 _ALIKE_NETWORK = 0.3  # of a network, which guesses about alike everywhere
 _FORGET = 0.02  # per step without verification the estimate of a look-up moves this far back to the prior, so that it
 # is tried again; divided by the requests that decode, so that trying costs a step the same at every load
-_DOUBT = 8  # drafts of a network that count as much as _PRIOR does: what it guesses right is known soon, and is
-# about the same for all requests, whereas a look-up depends on whether the text repeats
+_DOUBT = 8  # drafts that count as much as _PRIOR does
 _MARGIN, _MARGIN_OFF = 1.005, 1.02  # drafts must promise this much; more, where the request has none now: hysteresis
 _WORTH_TRYING = 1.02  # what drafts that are all accepted must bring
 _TRIAL = 4  # drafts of a trial that only better ones than assumed would make worth while
@@ -118,7 +117,7 @@ class AutoDepth:
         self._best: dict[tuple[bool, int, float, int, int], _Best] = {}  # with a network's cost, most, acceptance, n, R
         self._passes: dict[int, float] = {}
         self._steps = 0
-        self._tried = 0  # drafts of networks that were verified
+        self._tried = dict.fromkeys(range(len(self._proposers)), 0)  # drafts that were verified
         self._share = 0.5  # of the requests that decode: those with drafts to verify
         self._chosen: list[tuple[int, int]] = []  # (proposer, drafts) of each request of the step being planned
         self._last: _Best | None = None
@@ -169,10 +168,8 @@ class AutoDepth:
 
     def _prior_weight(self, source: int) -> float:
         """Of one more draft in the estimate of all requests together."""
-        if source not in self._network_sources:
-            return 1 - _LONG_MEMORY
-        self._tried += 1
-        return max(1 - _LONG_MEMORY, 1 / (_DOUBT + self._tried))
+        self._tried[source] += 1
+        return max(1 - _LONG_MEMORY, 1 / (_DOUBT + self._tried[source]))
 
     # -- what to draft next
 
@@ -202,8 +199,9 @@ class AutoDepth:
         """Whether its budget allows it, and drafts that are all accepted would pay."""
         if not self.accounts.budget(source, num_rows).open:
             return False
-        network = source in self._network_sources
+        network, last = source in self._network_sources, self._last
         perfect = self._choose(source, 1.0, num_rows, self._most, 1, drafted=not network)
+        self._last = last
         return perfect.gain > _WORTH_TRYING
 
     def _limits_of(

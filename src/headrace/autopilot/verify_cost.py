@@ -30,10 +30,19 @@ class VerifyCost:
         self._points: dict[int, dict[int, _Point]] = {}  # requests, rounded -> tokens, rounded -> what they took
         self._now = 0
 
+    def is_new(self, num_rows: int, num_tokens: int) -> bool:
+        """Whether no step of so many requests and tokens, drafts among them, ran before. What the first one takes says
+        little: kernels and recorded steps are made for its size."""
+        return rounded(num_tokens) not in self._points.setdefault(rounded(num_rows), {})
+
     def observe(self, num_rows: int, num_tokens: int, ratio: float) -> None:
-        """A step of so many requests and tokens, drafts among them, took `ratio` times what it takes without."""
+        """Such a step took `ratio` times what it takes without drafts. The first one is only noted."""
         self._now += 1
-        point = self._points.setdefault(rounded(num_rows), {}).setdefault(rounded(num_tokens), _Point())
+        points = self._points.setdefault(rounded(num_rows), {})
+        point = points.get(rounded(num_tokens))
+        if point is None:
+            points[rounded(num_tokens)] = _Point()
+            return
         weight = max(1 - _MEMORY, 1 / (point.count + 1))
         if not self._stands(point):
             weight = max(weight, 0.5)
@@ -41,7 +50,9 @@ class VerifyCost:
         point.ratio += weight * (ratio - point.ratio)
 
     def _stands(self, point: _Point) -> bool:
-        return self._now - point.seen <= min(_KEPT, _BRIEFLY * _LONGER ** max(0, min(point.count, 9) - 1))
+        return point.count > 0 and self._now - point.seen <= min(
+            _KEPT, _BRIEFLY * _LONGER ** max(0, min(point.count, 9) - 1)
+        )
 
     def ratio(self, num_rows: int, num_tokens: int, expected: float, least: float) -> float:
         """What such a step takes, in steps without drafts. `expected`: what the cost model says; `least`: what the
