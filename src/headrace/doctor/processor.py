@@ -96,7 +96,7 @@ def kernels() -> Section:
         elif state == PATH_STATES[1] and found and path == "amx":
             reason = " (the system does not let a process use tiles: Linux 5.16 or newer does)"
         elif state == PATH_STATES[2] and path == "amx" and chosen != "amx":
-            reason = " (only where HEADRACE_NATIVE_PATH=amx asks for it: a request that is alone decodes faster without)"
+            reason = " (only where HEADRACE_NATIVE_PATH=amx asks for it: one request alone decodes faster without)"
         elif state == PATH_STATES[0] and path == "amx":
             reason = " (the compiler knew no AMX and fp16: g++ 12 or newer does)"
         section.add(f"  {path}", state + reason)

@@ -42,7 +42,8 @@ def default_rule(shape: AttentionShape) -> AttentionRule:
     """What was fitted on an H200. Short spans are split where, unsplit, a processor would have fewer than two programs.
     Programs of wide heads that read two at a time (decode.py) have no registers left for rotation."""
     fused_rows = 64 if shape.head_dim <= 64 else FEW_ROWS
-    return AttentionRule(alone_from=768, fused_rows=fused_rows, split_rows=(2 * num_processors() - 1) // shape.num_kv_heads)
+    split_rows = (2 * num_processors() - 1) // shape.num_kv_heads
+    return AttentionRule(alone_from=768, fused_rows=fused_rows, split_rows=split_rows)
 
 
 def attention_folder() -> Path:
