@@ -13,8 +13,12 @@ from headrace.attention import flashinfer as module
 from headrace.attention.base import LayerAttention
 from headrace.attention.flashinfer import FlashInferAttention, page_lists
 from headrace.attention.select import select_backend
+from headrace.attention.triton import TritonMeta
+from headrace.core.kv_layout import KVGroup
 from headrace.ops.triton.paged import PagedRows
 from headrace.ops.triton.runtime import INTERPRETED
+from headrace.ops.triton.step import StepSpans
+from headrace.worker.device_batch import DeviceBatch
 from tiny import write_tiny_llama
 
 LAYER = LayerAttention(1.0, 4, 2, 64)
@@ -61,6 +65,17 @@ def test_lists_of_pages(device):
     rows = PagedRows(table, i32([2, 0], device), i32([0, 3, 4], device), i32([33, 16], device), i32([2], device))
     starts, page_start, pages, last = (each.tolist() for each in page_lists(rows, 16))
     assert (starts, page_start, pages, last) == ([0, 3, 4], [0, 3, 4], [4, 5, 6, 9], [1, 16])
+
+
+def test_steps_without_memory_are_planned_by_our_kernels():
+    """A rehearsal's: there are no lengths to be read, and what it is to foresee are our kernels."""
+    backend, meta = FlashInferAttention(16), torch.device("meta")
+    group = KVGroup((0,), 2, 64, None)
+    backend.reserve((group,), 4, 4, meta, 128)
+    spans = StepSpans(*(i32([0] * 8, meta) for _ in range(6)), i32([[0] * 8], meta))
+    batch = DeviceBatch(spans, None, i32([0], meta), (i32([[0]], meta),), i32([0], meta), 0, None, 8)
+    planned = backend.plan(batch, 0, group)
+    assert type(planned) is TritonMeta
 
 
 class Wrapper:

@@ -89,15 +89,16 @@ class FlashInferAttention(TritonAttention):
 
     def plan(self, batch: Any, group: int, spec: KVGroup) -> TritonMeta:
         """As TritonAttention's; steps that run as they are, with spans of more than a few tokens or decode rows only,
-        are FlashInfer's."""
+        are FlashInfer's. So are none without memory (worker/rehearsal.py), whose lengths nobody can read."""
         meta = super().plan(batch, group, spec)
         in_graph = batch.mixed or batch.logit_index is None
-        if in_graph or meta.short is not None or RUNTIME.invariant:
+        if in_graph or meta.short is not None or RUNTIME.invariant or meta.slots.is_meta:
             return meta
         paged = replace(meta.paged, num_rows=batch.spans.num_rows)
         planned = _Planned(*page_lists(paged, self.block_size))
-        own = {name: getattr(meta, name) for name in ("slots", "space")}
-        return FlashInferMeta(paged=paged, num_decodes=0, tiles=None, alone=(), fused=False, planned=planned, **own)
+        return FlashInferMeta(
+            paged, meta.slots, num_decodes=0, tiles=None, alone=(), fused=False, space=meta.space, planned=planned
+        )
 
     def run_fused(
         self,
