@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from queue import Queue
 
 import pytest
 
@@ -115,7 +116,7 @@ class Gate:
 @pytest.fixture
 def jobs():
     """(start, gate, after): `start(names, threads)` gives an Ahead that has begun with them."""
-    gate, started, after = Gate(), [], []
+    gate, started, after = Gate(), [], Queue()
 
     def start(names, num_threads=1, **constants):
         ahead = Ahead(num_threads, gate)
@@ -123,7 +124,7 @@ def jobs():
             assert RUNTIME.launches is ahead
             for name in names:
                 ahead.note(name, ("key",), (), constants)
-        ahead.start(lambda: after.append(1))
+        ahead.start(lambda: after.put(1))
         started.append(ahead)
         return ahead
 
@@ -146,14 +147,14 @@ def test_a_call_waits_for_what_has_begun_and_takes_what_has_not(jobs):
     gate.open.set()
     waiting.join(20)
     assert ahead.wait(20) and gate.done == ["a"], "b was compiled although a call had taken it"
-    assert after == [1]
+    assert after.get(timeout=20) == 1 and after.empty()
 
 
 def test_what_fails_is_left_to_the_call(jobs):
     start, gate, after = jobs
     gate.open.set()
     ahead = start(["a", "b"], 2, fails=True)
-    assert ahead.wait(20) and ahead.counts.failed == 2 and after == []
+    assert ahead.wait(20) and ahead.counts.failed == 2 and after.empty()
     ahead.settle("a", ("key",))  # does not wait, does not raise
 
 

@@ -106,7 +106,8 @@ def compile_ahead(
         with ahead.record():
             rehearse(spec, checkpoint, config, layout, attention_backend, draft)
     except Exception as error:  # it would only have saved time
-        print(f"headrace: kernels are compiled when they are needed first, not ahead: {error}", file=sys.stderr)
+        why = str(error).partition("\n")[0] or type(error).__name__
+        print(f"headrace: kernels are compiled when they are needed first, not ahead: {why}", file=sys.stderr)
         return None
     ahead.start(mark.leave)
     return ahead

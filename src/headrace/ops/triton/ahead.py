@@ -177,18 +177,20 @@ class Ahead:
         while (job := self._next()) is not None:
             try:
                 self._compile(job)
-                self.counts.compiled += 1
             except Exception:  # whoever calls the kernel meets the same, and has to tell it
-                self.counts.failed += 1
-            self._end(job)
+                self._end(job, failed=1)
+            else:
+                self._end(job, compiled=1)
 
-    def _end(self, job: Job) -> None:
-        job.arguments = ()
-        job.done.set()
-        with self._changed:
+    def _end(self, job: Job, compiled: int = 0, failed: int = 0) -> None:
+        with self._changed:  # of several threads' sums none is lost
+            self.counts.compiled += compiled
+            self.counts.failed += failed
+            self.counts.seconds = time.perf_counter() - self._started
             self._num_ended += 1
             last = self._num_ended == len(self._jobs)
-        self.counts.seconds = time.perf_counter() - self._started
+        job.arguments = ()
+        job.done.set()
         if last and not self.counts.failed and self._after is not None:
             self._after()
 
@@ -226,7 +228,7 @@ class Mark:
     def __init__(self, *facts: object):
         target = driver.active.get_current_target()
         said = repr((triton.__version__, target, _sources(), *facts))
-        folder = Path(triton.knobs.cache.dir or ".") / "headrace"
+        folder = Path(triton.knobs.cache.dir) / "headrace"
         self._path = folder / hashlib.sha256(said.encode()).hexdigest()[:32]
 
     @property
