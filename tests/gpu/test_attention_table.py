@@ -51,6 +51,16 @@ def test_a_damaged_table_is_named(tmp_path, text):
         read_rules(path)
 
 
+def test_a_damaged_table_is_told_before_anything_is_measured(monkeypatch, tmp_path):
+    """It could not be added to afterwards."""
+    path = tmp_path / "gpu.json"
+    path.write_text("{}")
+    monkeypatch.setattr(bench, "measured_rules", lambda: read_rules(path))
+    monkeypatch.setattr(bench, "resolve_model", lambda name: pytest.fail("it went on"))
+    with pytest.raises(ValueError, match=r"remove it, then run headrace bench attention again"):
+        bench.tune_model_attention("a model", say=print)
+
+
 def test_shipped_tables_are_whole():
     for path in attention_table.SHIPPED.glob("*.json"):
         assert read_rules(path)

@@ -19,7 +19,7 @@ import torch
 
 from headrace.attention.base import LayerAttention
 from headrace.attention.triton import TritonAttention
-from headrace.bench.measure import median
+from headrace.bench.tiles import microseconds
 from headrace.device.cuda import gpu_facts
 from headrace.loading.checkpoint import open_checkpoint
 from headrace.loading.store import resolve_model
@@ -30,6 +30,7 @@ from headrace.ops.triton.attention_table import (
     AttentionShape,
     attention_folder,
     default_rule,
+    measured_rules,
     write_rules,
 )
 from headrace.ops.triton.paged import HeadShape, PagedRows, Scores
@@ -241,26 +242,18 @@ def derive_rule(timings: Sequence[Timing], default: AttentionRule) -> AttentionR
 
 def graph_timer(body: Callable[[int], None], runs: int = 5) -> float:
     """Microseconds of one launch, in a graph of several: the median of `runs`."""
-    body(0)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def launches() -> None:
         for launch in range(_LAUNCHES):
             body(launch)
-    taken = []
-    for _ in range(runs):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        taken.append(start.elapsed_time(end) * 1e3 / _LAUNCHES)
-    return median(taken)
+
+    return microseconds(launches, _LAUNCHES, runs, torch.device("cuda"))
 
 
 def tune_model_attention(model: str | None, say: Callable[[str], None]) -> Path:
     """Measure a model's attention in bfloat16 on this GPU and write its thresholds; returns the file that later starts
     read."""
+    measured_rules()  # a damaged table is told before anything is measured, not after
     spec, gpu, dtype = open_checkpoint(resolve_model(model)).spec, gpu_facts().name, torch.bfloat16
     shape = HeadShape(spec.num_heads, spec.num_kv_heads, spec.head_dim)
     key = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, str(dtype).removeprefix("torch."))

@@ -112,8 +112,8 @@ class Bench:
 
     def time(self, tile: Tile | None, runs: int = 5) -> float:
         """Microseconds."""
-        return _microseconds(partial(_through, partial(self.call, tile=tile), self._weights), len(self._weights), runs,
-                             self._device)  # fmt: skip
+        body = partial(_through, partial(self.call, tile=tile), self._weights)
+        return microseconds(body, len(self._weights), runs, self._device)
 
 
 def _too_large(error: Exception) -> bool:
@@ -165,8 +165,8 @@ def _through(call: Callable[[torch.Tensor], object], weights: torch.Tensor) -> N
         call(weight)
 
 
-def _microseconds(body: Callable[[], None], launches: int, runs: int, device: torch.device) -> float:
-    """Of one launch of `body`'s, in a graph: the median."""
+def microseconds(body: Callable[[], None], launches: int, runs: int, device: torch.device) -> float:
+    """Of one of the launches that `body` makes, in a graph: the median of `runs`. Without a GPU 1, for tests."""
     body()
     if device.type != "cuda":
         return 1.0

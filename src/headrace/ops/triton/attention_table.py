@@ -61,7 +61,7 @@ def read_rules(path: Path) -> dict[AttentionShape, AttentionRule]:
         return found
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(
-            f"{path} is no table of thresholds ({error}); remove it or run headrace bench attention again"
+            f"{path} is no table of thresholds ({error}); remove it, then run headrace bench attention again"
         ) from None
 
 

@@ -60,7 +60,7 @@ def read_tiles(path: Path) -> dict[Product, Tile]:
         return {Product(**entry["product"]): Tile(**entry["tile"]) for entry in entries}
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(
-            f"{path} is no table of tiles ({error}); remove it or run headrace bench tiles again"
+            f"{path} is no table of tiles ({error}); remove it, then run headrace bench tiles again"
         ) from None
 
 
