@@ -252,7 +252,7 @@ class GraphLauncher(Graphs[GraphKey]):
             return
         if not (key.decodes or key.short) and sent <= HOST_BOUND * ran:
             return
-        smaller = (time for size, time in self._least.get(kind, {}).items() if size <= key.num_tokens)
+        smaller = (least for size, least in self._least.get(kind, {}).items() if size <= key.num_tokens)
         loss = max(0.0, max(sent, ran) - max(smaller, default=0.0))
         self._lost[key] = self._lost.get(key, 0.0) + loss
         self.counts.lost_seconds += loss

@@ -67,7 +67,7 @@ def num_processors() -> int:
     """Streaming multiprocessors of the GPU; 132, an H100's, where kernels are interpreted."""
     if INTERPRETED or not torch.cuda.is_available():
         return 132
-    return int(torch.cuda.get_device_properties(0).multi_processor_count)
+    return int(torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count)
 
 
 def power_of_two(count: int, least: int = 1) -> int:
