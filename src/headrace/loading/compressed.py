@@ -111,7 +111,7 @@ class CompressedWeights:
 
     def read(self, name: str, part: slice = slice(None)) -> np.ndarray:
         """float32 [N, K], or some of its rows."""
-        bytes_, scale = self._bytes(name)[part], self._scale(name)[part]
+        bytes_, scale = self._bytes(name, part), self._scale(name)[part]
         rows, inputs = bytes_.shape
         values = bytes_.astype(np.float32).reshape(rows, scale.shape[1], inputs // scale.shape[1])
         values *= scale[:, :, None]
@@ -131,17 +131,17 @@ class CompressedWeights:
         blocks[:, :, 4:] = self._bytes(name).view(np.uint8).reshape(rows, -1, _BLOCK)
         return StoredTensor("I8", blocks.reshape(rows, -1), None)
 
-    def _bytes(self, name: str) -> np.ndarray:
-        """int8 [N, K]."""
+    def _bytes(self, name: str, part: slice = slice(None)) -> np.ndarray:
+        """int8 [N, K], or some of its rows; nothing else is converted."""
         inputs = self.shape(name)[1]
         if f"{name}_packed" in self.hidden:
             packed = np.ascontiguousarray(self._weights.raw(f"{name}_packed")).view(np.uint8)
-            return (packed[:, :inputs] ^ 0x80).view(np.int8)
+            return (packed[part, :inputs] ^ 0x80).view(np.int8)
         if self._weights.dtype(name) != "I8":
             raise CheckpointError(
                 f"{self._weights.folder}: {name} has a scale and is {self._weights.dtype(name)}, not I8"
             )
-        return self._weights.raw(name)
+        return self._weights.raw(name)[part]
 
     def _scale(self, name: str) -> np.ndarray:
         """float32 [N, groups]."""
