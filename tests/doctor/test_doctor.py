@@ -114,3 +114,12 @@ def test_a_gpu_is_told_with_its_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["name"] == "Some GPU, compute capability 9.0" and found["memory"] == "100.0 of 140.0 GB free"
     assert found["reading"] == "4.40 TB/s" and found["bfloat16"] == "750 TFLOP/s in a large product"
     assert "reading" not in dict(gpu.gpu(measure=False).findings)
+
+    def damaged() -> None:
+        raise ValueError("table.json is no table; remove it")
+
+    for module in ("attention_table.measured_rules", "tile_table.measured_tiles"):
+        monkeypatch.setattr(f"headrace.ops.triton.{module}", damaged)
+    section = gpu.gpu(measure=True)
+    assert section.problems == ["table.json is no table; remove it"] * 2
+    assert "reading" in dict(section.findings), "the rest is told all the same"

@@ -42,17 +42,27 @@ def gpu(measure: bool = True) -> Section:
         else:
             state = f"refused: {missing}" if missing else f"only where asked for: attention_backend={name}"
         section.add(f"attention {name}", f"{state}; KV as {', '.join(sorted(backend.caps.kv_formats))}")
-    from headrace.ops.triton.attention_table import measured_rules
-
-    section.add("thresholds", f"{len(measured_rules())} shapes of attention measured (headrace bench attention)")
-    from headrace.ops.triton.tile_table import measured_tiles
-
-    section.add("tiles", f"{len(measured_tiles())} measured for this GPU, a rule for others (headrace bench tiles)")
+    _tables(section)
     if measure:
         rates = gpu_machine_facts(facts.name)
         section.add("reading", f"{rates.read_bandwidth / 1e12:.2f} TB/s")
         section.add("bfloat16", f"{rates.flops / 1e12:.0f} TFLOP/s in a large product")
     return section
+
+
+def _tables(section: Section) -> None:
+    """What was measured on this GPU; a damaged table, which keeps engines from starting, is a problem."""
+    from headrace.ops.triton.attention_table import measured_rules
+    from headrace.ops.triton.tile_table import measured_tiles
+
+    try:
+        section.add("thresholds", f"{len(measured_rules())} shapes of attention measured (headrace bench attention)")
+    except ValueError as error:
+        section.problems.append(str(error))
+    try:
+        section.add("tiles", f"{len(measured_tiles())} measured for this GPU, a rule for others (headrace bench tiles)")
+    except ValueError as error:
+        section.problems.append(str(error))
 
 
 def _version(name: str) -> str:
