@@ -33,6 +33,10 @@ def test_all_kernels_of_an_engine(tmp_path, dim):
         assert f"_{kernel} " in said, f"_{kernel} was not compiled"
 
 
+def test_products_whose_steps_are_shorter_than_a_line_of_the_cache(tmp_path):
+    assert "_linear " in compile_all(write_tiny_llama(tmp_path, hidden=96, inner=320, dim=64))
+
+
 @pytest.mark.slow
 def test_kernels_of_a_model_with_a_window(tmp_path):
     assert "_decode " in compile_all(write_tiny_llama(tmp_path, window=20))

@@ -49,7 +49,7 @@ def _linear(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         if EVEN_ROWS and EVEN_INNER:  # the first tile of weights, which no kernel writes, while the one before ends
-            lines = (tl.arange(0, INNER // LINE) * LINE)[None, :]
+            lines = (tl.arange(0, (INNER + LINE - 1) // LINE) * LINE)[None, :]
             _into_cache(weight + row[:, None].to(tl.int64) * inner + first + lines)
         tl.extra.cuda.gdc_wait()
     sums = tl.zeros((ROWS, TOKENS), tl.float32)
@@ -88,7 +88,7 @@ def _gated_linear(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         if EVEN_ROWS and EVEN_INNER:  # as in _linear
-            lines = (tl.arange(0, INNER // LINE) * LINE)[None, :]
+            lines = (tl.arange(0, (INNER + LINE - 1) // LINE) * LINE)[None, :]
             _into_cache(weight + row[:, None].to(tl.int64) * inner + lines)
             _into_cache(weight + (row[:, None] + rows).to(tl.int64) * inner + lines)
         tl.extra.cuda.gdc_wait()
