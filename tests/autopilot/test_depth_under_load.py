@@ -115,17 +115,21 @@ def test_what_a_request_costs_once_is_paid_off() -> None:
 
 def test_costs_that_are_not_known_are_thought_low() -> None:
     cost = VerifyCost()
-    assert cost.ratio(8, 16, expected=2.0, least=1.2) == 1.2
-    assert cost.is_new(8, 16)
+    assert cost.ratio(8, 16, expected=1.5, least=1.2) == 1.2
+    assert cost.ratio(8, 16, expected=3.0, least=1.2) == 2.0, "the prediction is not thought to be quite wrong"
+    assert cost.known(8, 16) == 0.0
     cost.observe(8, 16, 7.0)
-    assert not cost.is_new(8, 16) and cost.ratio(8, 16, expected=2.0, least=1.2) == 1.2, "kernels are made for it"
+    assert cost.ratio(8, 16, expected=1.5, least=1.2) == 1.2, "kernels are made for it"
+    cost.observe(8, 16, 7.0)
+    assert cost.ratio(8, 16, expected=2.0, least=1.2) == 2.5, "a single step may have been held up"
     cost.observe(8, 16, 1.5)
+    assert cost.known(8, 16) == 1.5, "nothing makes a step shorter than it is"
     assert cost.ratio(8, 80, expected=4.0, least=9.0) == 4.0
     for _ in range(2):
         cost.observe(8, 40, 3.0)
     assert cost.ratio(8, 16, expected=9.0, least=9.0) == 1.5
     assert cost.ratio(8, 28, expected=9.0, least=9.0) == pytest.approx(2.25), "not above the line between two"
-    assert cost.ratio(8, 28, expected=9.0, least=1.0) == 1.5, "nor below fewer tokens"
+    assert cost.ratio(8, 28, expected=1.2, least=1.0) == 1.5, "nor below fewer tokens"
     assert cost.ratio(8, 80, expected=4.0, least=9.0) == 4.0
 
 

@@ -23,8 +23,8 @@ _MEMORY = 0.9  # weight of the past in what steps without drafts take
 _ENOUGH = 4  # of them are measured before anything is drafted
 _EVERY = 4  # later, every so many is
 _FASTER = 1.5  # kernels of fewer bits may be so much faster than the rate that was measured with float32
-_PAUSE, _HELD_UP = 4.0, 1.5  # a step that takes so many times what is usual, and what is predicted with its drafts, was
-# held up by something else
+_PAUSE, _HELD_UP = 4.0, 1.5  # a step that takes so many times what steps without drafts do, or what is predicted or
+# known of such with drafts, was held up by something else
 
 
 class DraftAccounts:
@@ -100,13 +100,14 @@ class DraftAccounts:
             if num_drafts:
                 expected = self._cost.predict(self._work.work(plan.spans, num_rows + num_drafts))
                 usual = plain / self._cost.predict(self._decode(plan)) * expected
-                is_new = self._verify.is_new(num_rows, plan.num_tokens)
-                seconds = min(seconds, _HELD_UP * usual if is_new else max(_PAUSE * step, _HELD_UP * usual))
+                known = self._verify.known(num_rows, plan.num_tokens) * step
+                measured = min(seconds, max(_PAUSE * step, _HELD_UP * usual))
+                seconds = min(seconds, _HELD_UP * max(usual, known))
             extra = seconds - step if num_drafts else 0.0
             passed = 1.0
             if plan.num_tokens == plan.num_spans + num_drafts and num_drafts:
                 passed = max(1.0, seconds / plain)
-                self._verify.observe(num_rows, plan.num_tokens, seconds / step)
+                self._verify.observe(num_rows, plan.num_tokens, measured / step)
             for source, (count, accepted) in verified.items():
                 gained[self._groups[source]] += accepted / num_rows - extra / plain * count / num_drafts
             passes = sum(each.seconds for each in result.draft_passes)

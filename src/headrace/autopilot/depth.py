@@ -131,10 +131,11 @@ class AutoDepth:
     def depth(self, request: Request, available: int, num_rows: int) -> int:
         source = request.draft_source
         company = len(self._chosen) + 1
-        if self.accounts.budget(
-            source, num_rows
-        ).on_trial:  # they were made to be verified, whatever is thought of them
+        budget = self.accounts.budget(source, num_rows)
+        if budget.on_trial:  # they were made to be verified, whatever is thought of them
             depth = min(available, self._most)
+        elif not budget.open and source in self._look_ups:  # it was used up meanwhile
+            depth = 0
         else:
             if request.draft_values:
                 best = self._last = self._of_tree(request, available, num_rows, company)

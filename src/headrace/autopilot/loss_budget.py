@@ -16,11 +16,11 @@ predictions say, and however the measured times and acceptances change.
 
 from __future__ import annotations
 
-SHARE = 0.004  # of decode time: paid in
+SHARE, _SHARE_LOOK_UP = 0.004, 0.008  # of decode time: paid in
 FIRST = 8.0  # steps that may be lost before anything is known
 LATER = 1.5  # the same at other loads than the first
 _MOST = 12.0  # of an account: what was earned long ago is no reason to lose it again
-_LEAST = -24.0
+_LEAST, _LEAST_LOOK_UP = -24.0, -1.0  # a text that repeats itself may begin at any time
 _TRIED = 24  # drafts after which estimates are worth more than a trial
 _IDLE = 64  # steps without drafts after which nothing is expected any more
 _TERM = 32  # steps over which what a request costs once is paid off
@@ -65,7 +65,8 @@ class LossBudget:
         self._earned += gained
         self._tried += num_drafts
         self._idle = 0 if num_drafts else self._idle + 1
-        self.balance = min(self.balance + gained + SHARE * passed, _MOST)
+        share, least = (SHARE, _LEAST) if self._trials else (_SHARE_LOOK_UP, _LEAST_LOOK_UP)
+        self.balance = max(least, min(self.balance + gained + share * passed, _MOST))
         if self.open:
             if self.balance <= 0:
                 self._close()
@@ -78,5 +79,5 @@ class LossBudget:
     def _close(self) -> None:
         self.open = False
         self._failures = self._failures + 1 if self._trials and self._earned <= 0 else 0
-        self.balance = max(self.balance - self._debt, _LEAST)
+        self.balance = max(self.balance - self._debt, _LEAST if self._trials else _LEAST_LOOK_UP)
         self._debt = self._rate = 0.0

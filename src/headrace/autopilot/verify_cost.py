@@ -2,9 +2,9 @@
 
 The cost model follows a step's time over all kinds of steps, and may be far off where it has not seen any, too dear as
 often as too cheap. What is thought too dear is never tried and so never known. So a number of tokens that was not
-measured yet is believed to take no longer than the machine's rates allow, and no less than the trend of fewer tokens
-that were measured ("optimism in the face of uncertainty": Lai and Robbins 1985); once tried it is known. What optimism
-may cost is bounded by the budget of losses.
+measured yet is believed to take less than predicted, by a third at most and no less than the machine's rates allow or
+the trend of fewer tokens that were measured says ("optimism in the face of uncertainty": Lai and Robbins 1985); once
+tried it is known. What optimism may cost is bounded by the budget of losses.
 """
 
 from __future__ import annotations
@@ -15,7 +15,11 @@ _MEMORY = 0.9  # weight of the past against one more step
 _KEPT, _BRIEFLY = 4000, 64  # steps with drafts after which what was not seen again is doubted; what was measured n
 _LONGER = 4  # times after _BRIEFLY * _LONGER ^ (n - 1), since a single time may have been an accident
 _FINE = 8  # numbers of tokens are told apart to 1 / this of themselves
+_OPTIMISM = 1.5  # the cost model is thought to be wrong by so much at most
 _STEEP = 0.9  # of the slope so far: tiles and noise make it no straight line
+_FEW = 4  # measurements of which the least counts: what holds a step up makes it longer, never shorter
+_SURE, _DEAR = 2, 1.25  # measurements without which a size is not believed to be dearer than so many times expected
+_LATE = 2.0  # later a step counts as no longer than so many times what is known
 
 
 class _Point:
@@ -30,24 +34,29 @@ class VerifyCost:
         self._points: dict[int, dict[int, _Point]] = {}  # requests, rounded -> tokens, rounded -> what they took
         self._now = 0
 
-    def is_new(self, num_rows: int, num_tokens: int) -> bool:
-        """Whether no step of so many requests and tokens, drafts among them, ran before. What the first one takes says
-        little: kernels and recorded steps are made for its size."""
-        return rounded(num_tokens) not in self._points.setdefault(rounded(num_rows), {})
-
     def observe(self, num_rows: int, num_tokens: int, ratio: float) -> None:
-        """Such a step took `ratio` times what it takes without drafts. The first one is only noted."""
+        """Such a step took `ratio` times what it takes without drafts. The first one is only noted: kernels and
+        recorded steps are made for its size."""
         self._now += 1
         points = self._points.setdefault(rounded(num_rows), {})
         point = points.get(rounded(num_tokens))
         if point is None:
             points[rounded(num_tokens)] = _Point()
             return
-        weight = max(1 - _MEMORY, 1 / (point.count + 1))
-        if not self._stands(point):
-            weight = max(weight, 0.5)
+        stood = self._stands(point)
         point.count, point.seen = point.count + 1, self._now
-        point.ratio += weight * (ratio - point.ratio)
+        if point.count == 1:
+            point.ratio = ratio
+        elif point.count <= _FEW:
+            point.ratio = min(point.ratio, ratio)
+        else:
+            weight = 1 - _MEMORY if stood else 0.5
+            point.ratio += weight * (min(ratio, _LATE * point.ratio) - point.ratio)
+
+    def known(self, num_rows: int, num_tokens: int) -> float:
+        """What such steps took so far, in steps without drafts; 0 where none was measured."""
+        point = self._points.get(rounded(num_rows), {}).get(rounded(num_tokens))
+        return point.ratio if point is not None else 0.0
 
     def _stands(self, point: _Point) -> bool:
         return point.count > 0 and self._now - point.seen <= min(
@@ -58,13 +67,15 @@ class VerifyCost:
         """What such a step takes, in steps without drafts. `expected`: what the cost model says; `least`: what the
         machine's rates do."""
         points = self._points.get(rounded(num_rows))
+        least = max(least, expected / _OPTIMISM)
         if points is None:
             return min(expected, max(1.0, least))
         key = rounded(num_tokens)
         known = sorted(each for each, point in points.items() if self._stands(point))
         place = bisect_left(known, key)
         if place < len(known) and known[place] == key:
-            return max(points[key].ratio, 1e-3)
+            point = points[key]
+            return max(point.ratio if point.count >= _SURE else min(point.ratio, _DEAR * expected), 1e-3)
         left, below = (known[place - 1], points[known[place - 1]].ratio) if place else (num_rows, 1.0)
         if place > 1:  # the curve bends upwards: not below the line through two that are known
             first, start = known[place - 2], points[known[place - 2]].ratio
