@@ -61,11 +61,6 @@ def test_a_damaged_table_is_told_before_anything_is_measured(monkeypatch, tmp_pa
         bench.tune_model_attention("a model", say=print)
 
 
-def test_shipped_tables_are_whole():
-    for path in attention_table.SHIPPED.glob("*.json"):
-        assert read_rules(path)
-
-
 def test_an_engine_obeys_what_was_measured(monkeypatch, device):
     monkeypatch.setattr(attention_table, "measured_rules", lambda: {SHAPE: RULE})
     assert attention_rule(HeadShape(4, 2, 32), torch.float32) == RULE
