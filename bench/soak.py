@@ -136,16 +136,18 @@ class Load:
         return SamplingParams(**common)
 
 
-def soak(engine: Engine, seconds: float, seed: int, tell: Callable[[str], None]) -> tuple[Watch, list[Kept]]:
+def soak(
+    engine: Engine, seconds: float, seed: int, tell: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+) -> tuple[Watch, list[Kept]]:
     """Keep the engine busy, and at times idle, for so long, then let it finish."""
     watch, kept = Watch(), list[Kept]()
     draw, load = random.Random(seed + 1), Load(engine.spec.vocab_size, seed)
     alive: list[tuple[RequestOutput, list[int], SamplingParams]] = []
-    started = time.monotonic()
+    started = clock()
     wanted, change = MOST_OUTSTANDING, 0.0
     marks = [seconds / 3, 2 * seconds / 3]
-    while alive or time.monotonic() - started < seconds:
-        now = time.monotonic() - started
+    while alive or clock() - started < seconds:
+        now = clock() - started
         if marks and now >= marks[0]:
             marks.pop(0)
             note(watch, engine)
@@ -178,7 +180,7 @@ def soak(engine: Engine, seconds: float, seed: int, tell: Callable[[str], None])
         if now > 3 * seconds + 60:
             watch.faults.append(f"{len(alive)} requests did not end")
             break
-    watch.seconds = time.monotonic() - started
+    watch.seconds = clock() - started
     note(watch, engine)
     totals = engine.ledger.totals
     watch.preemptions, watch.drafts, watch.accepted = (
