@@ -12,8 +12,15 @@ PROMPTS = [[65, 66, 67] * 40, [90, 91] * 12, [70]]
 SMALL = {"max_model_len": 160, "max_num_batched_tokens": 64, "max_num_seqs": 4, "mode": "exact", "kv_cache": "1MiB"}
 
 
-@pytest.mark.parametrize("graphs", [True, False], ids=["padded", "as they are"])
-@pytest.mark.parametrize("split", [True, False], ids=["split", "unsplit"])
+WAYS = [
+    pytest.param(True, True, id="split-padded"),
+    pytest.param(True, False, id="split-as they are", marks=pytest.mark.slow),
+    pytest.param(False, True, id="unsplit-padded", marks=pytest.mark.slow),
+    pytest.param(False, False, id="unsplit-as they are", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("split", "graphs"), WAYS)
 def test_tokens_of_verified_drafts(split, graphs, tmp_path, gpu_engine, monkeypatch):
     path, calls, whole = str(write_tiny_llama(tmp_path, window=20, layers=1)), [], backend.span_attention
 
