@@ -21,10 +21,14 @@ import triton.language as tl
 from headrace.ops.triton.paged import HeadShape, PagedRows, Scores
 from headrace.ops.triton.rotate import HeadNorms
 from headrace.ops.triton.runtime import INTERPRETED, RUNTIME, kernel, launch_options, num_processors, power_of_two
+from headrace.ops.triton.softmax import MERGED, merged_parts
 
 LEAST = 64 if INTERPRETED else 256  # keys of a slot: cutting finer costs more in adding up than it saves
 # with RUNTIME.invariant a row is cut by its own length alone: slots of so many keys, of a long row so many slots
 INVARIANT_LEAST, INVARIANT_SPLITS = (64, 4) if INTERPRETED else (2048, 16)
+
+FEW_ROWS = 16  # rows up to which programs of wide heads have a processor to themselves
+_LISTERS = 8  # programs a row that list what is to be read
 
 # What a row has in a slot is an item. Words of an item's record: its row, token and number of keys; its steps; the keys
 # of its first step that the window hides; the first of the row's parts of the result and how many there are; its own
@@ -161,35 +165,13 @@ def _add_up(
         tl.debug_barrier()
         if order == num_parts - 1:
             tl.store(arrived + first_part * KV_HEADS + head, 0)
-            # MERGE parts at a time, the heads that are there only: [MERGE * MATES, WIDTH]
-            merged = tl.arange(0, MERGE * MATES)
-            which, mate = merged // MATES, merged % MATES
-            base = (first_part.to(tl.int64) * KV_HEADS + head) * TILE + mate
-            top = tl.full((MATES,), float("-inf"), tl.float32)
-            whole = tl.zeros((MATES,), tl.float32)
-            result = tl.zeros((MATES, WIDTH), tl.float32)
-            for one in tl.range(0, num_parts, MERGE):
-                part = base + (one + which) * (KV_HEADS * TILE)
-                there = (mate < shared) & (one + which < num_parts)
-                part_best = tl.load(part_norm + part * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
-                part_sum = tl.load(part_norm + part * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
-                values = tl.load(
-                    part_out + part[:, None] * WIDTH + index, mask=there[:, None], other=0.0, cache_modifier=".cg"
-                )
-                higher = tl.maximum(top, tl.max(tl.reshape(part_best, (MERGE, MATES)), axis=0))
-                safe = tl.where(higher == float("-inf"), 0.0, higher)
-                fade = tl.exp2(top - safe)
-                shrink = tl.exp2(tl.reshape(part_best, (MERGE, MATES)) - safe[None, :])
-                whole = whole * fade + tl.sum(shrink * tl.reshape(part_sum, (MERGE, MATES)), axis=0)
-                result = result * fade[:, None]
-                result += tl.sum(shrink[:, :, None] * tl.reshape(values, (MERGE, MATES, WIDTH)), axis=0)
-                top = higher
+            base = (first_part.to(tl.int64) * KV_HEADS + head) * TILE
+            result = merged_parts(
+                part_out, part_norm, sinks, base, KV_HEADS * TILE, num_parts, head, index,
+                shared, WIDTH, MATES, MERGE, SINKS,
+            )  # fmt: skip
             few = tl.arange(0, MATES)
             real_head = few < shared
-            if SINKS:
-                sink = tl.load(sinks + head * shared + few, mask=real_head, other=0.0) * 1.4426950408889634
-                whole += tl.exp2(sink - tl.where(top == float("-inf"), 0.0, top))
-            result = result / tl.where(whole == 0.0, 1.0, whole)[:, None]
             token = tl.load(record + 1).to(tl.int64)
             target = out + token * (HEADS * DIM) + (head * shared + few)[:, None] * DIM + index
             tl.store(target, result.to(out.dtype.element_ty), mask=real_head[:, None] & (index < DIM))
@@ -351,9 +333,6 @@ def decode_tile(rows: int, width: int, element_size: int) -> DecodeTile:
     return DecodeTile(64 if key_bytes <= 512 else 32, 8, 5, 1)
 
 
-FEW_ROWS = 16
-
-
 def num_slots(shape: HeadShape, tile: DecodeTile) -> int:
     """Slots of a step: programs that run at a time, for each key head."""
     return 8 if INTERPRETED else max(1, tile.programs * num_processors() // shape.num_kv_heads)
@@ -411,9 +390,6 @@ def _tile_of(rows: int, shape: HeadShape, space: DecodeSpace) -> DecodeTile:
     return decode_tile(1 if RUNTIME.invariant else rows, width, space.element_size)
 
 
-_LISTERS = 8  # programs a row that list what is to be read
-
-
 def plan_decode(paged: PagedRows, shape: HeadShape, window: int, space: DecodeSpace, page: int, fused: bool) -> None:
     """Cut the contexts of `paged`, one token a row, into slots, and list what they read; once a step and layer group.
     `fused`: `decode_attention` will be given a projection, whose keys are in no page yet."""
@@ -441,9 +417,6 @@ class Projected:
     cos: torch.Tensor  # float32 [T, R/2]
     sin: torch.Tensor  # float32 [T, R/2]
     norms: HeadNorms | None = None
-
-
-MERGED = 8192  # elements that are added up at a time
 
 
 def decode_attention(

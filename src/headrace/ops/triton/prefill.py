@@ -8,6 +8,7 @@ import triton.language as tl
 
 from headrace.ops.triton.paged import HeadShape, PagedRows, Scores
 from headrace.ops.triton.runtime import INTERPRETED, kernel, launch_options, power_of_two
+from headrace.ops.triton.softmax import softmax_step
 
 STEP = 64  # keys that a program takes at a time
 
@@ -70,13 +71,7 @@ def _prefill(
         if CAP:
             score = cap * (2.0 / (1.0 + tl.exp(-2.0 * score / cap)) - 1.0)
         score = score * 1.4426950408889634
-        higher = tl.maximum(best, tl.max(score, axis=1))
-        weight = tl.exp2(score - higher[:, None])
-        fade = tl.exp2(best - higher)
-        norm = norm * fade + tl.sum(weight, axis=1)
-        sums = sums * fade[:, None]
-        sums = tl.dot(weight.to(values.dtype), values, sums, input_precision="ieee")
-        best = higher
+        best, norm, sums = softmax_step(score, values, best, norm, sums, False)
     for at in tl.range(plain, end, STEP):
         key = at + tl.arange(0, STEP)
         real = key < end
@@ -92,14 +87,7 @@ def _prefill(
         if WINDOW:
             seen = seen & (key[None, :] > position[:, None] - window)
         score = tl.where(seen, score * 1.4426950408889634, float("-inf"))
-        higher = tl.maximum(best, tl.max(score, axis=1))
-        safe = tl.where(higher == float("-inf"), 0.0, higher)
-        weight = tl.exp2(score - safe[:, None])
-        fade = tl.exp2(best - safe)
-        norm = norm * fade + tl.sum(weight, axis=1)
-        sums = sums * fade[:, None]
-        sums = tl.dot(weight.to(values.dtype), values, sums, input_precision="ieee")
-        best = higher
+        best, norm, sums = softmax_step(score, values, best, norm, sums, True)
     if SINKS:
         sink = tl.load(sinks + q_head, mask=known, other=0.0) * 1.4426950408889634
         safe = tl.where(best == float("-inf"), 0.0, best)

@@ -16,9 +16,9 @@ import torch
 import triton
 import triton.language as tl
 
-from headrace.ops.triton.decode import MERGED
 from headrace.ops.triton.paged import HeadShape, PagedRows, Scores
 from headrace.ops.triton.runtime import INTERPRETED, kernel, launch_options, num_processors, power_of_two
+from headrace.ops.triton.softmax import MERGED, merged_parts, softmax_step
 
 MOST_QUERIES = 64  # of a span: as many as a mask of ancestors has bits
 WAVES = 2  # programs for each processor that contexts are cut into: a tile has many rows, and so has each part
@@ -135,13 +135,7 @@ def _spans(
         if CAP:
             score = cap * (2.0 / (1.0 + tl.exp(-2.0 * score / cap)) - 1.0)
         score = score * 1.4426950408889634
-        higher = tl.maximum(best, tl.max(score, axis=1))
-        weight = tl.exp2(score - higher[:, None])
-        fade = tl.exp2(best - higher)
-        norm = norm * fade + tl.sum(weight, axis=1)
-        sums = sums * fade[:, None]
-        sums = tl.dot(weight.to(values.dtype), values, sums, input_precision="ieee")
-        best = higher
+        best, norm, sums = softmax_step(score, values, best, norm, sums, False)
     for at in tl.range(plain, last, STEP):
         key = at + tl.arange(0, STEP)
         real = key < last
@@ -165,14 +159,7 @@ def _spans(
         if WINDOW:
             seen = seen & (key_position[None, :] > position[:, None] - window)
         score = tl.where(seen, score * 1.4426950408889634, float("-inf"))
-        higher = tl.maximum(best, tl.max(score, axis=1))
-        safe = tl.where(higher == float("-inf"), 0.0, higher)
-        weight = tl.exp2(score - safe[:, None])
-        fade = tl.exp2(best - safe)
-        norm = norm * fade + tl.sum(weight, axis=1)
-        sums = sums * fade[:, None]
-        sums = tl.dot(weight.to(values.dtype), values, sums, input_precision="ieee")
-        best = higher
+        best, norm, sums = softmax_step(score, values, best, norm, sums, True)
     if tl.load(record + 6) == 1:
         if SINKS:
             sink = tl.load(sinks + q_head, mask=known, other=0.0) * 1.4426950408889634
@@ -203,32 +190,13 @@ def _merge(
         return
     token = (tl.load(record) + query).to(tl.int64)
     index = tl.arange(0, WIDTH)[None, :]
-    merged = tl.arange(0, MERGE * MATES)
-    which, mate = merged // MATES, merged % MATES
-    top = tl.full((MATES,), float("-inf"), tl.float32)
-    whole = tl.zeros((MATES,), tl.float32)
-    result = tl.zeros((MATES, WIDTH), tl.float32)
-    first_part = tl.load(record + 2).to(tl.int64)
-    for one in tl.range(0, num_parts, MERGE):
-        part = ((first_part + one + which) * KV_HEADS + head) * ROWS + query * shared + mate
-        there = (mate < shared) & (one + which < num_parts)
-        part_best = tl.load(part_norm + part * 2, mask=there, other=float("-inf"))
-        part_sum = tl.load(part_norm + part * 2 + 1, mask=there, other=0.0)
-        values = tl.load(part_out + part[:, None] * WIDTH + index, mask=there[:, None], other=0.0)
-        higher = tl.maximum(top, tl.max(tl.reshape(part_best, (MERGE, MATES)), axis=0))
-        safe = tl.where(higher == float("-inf"), 0.0, higher)
-        fade = tl.exp2(top - safe)
-        shrink = tl.exp2(tl.reshape(part_best, (MERGE, MATES)) - safe[None, :])
-        whole = whole * fade + tl.sum(shrink * tl.reshape(part_sum, (MERGE, MATES)), axis=0)
-        result = result * fade[:, None]
-        result += tl.sum(shrink[:, :, None] * tl.reshape(values, (MERGE, MATES, WIDTH)), axis=0)
-        top = higher
+    base = (tl.load(record + 2).to(tl.int64) * KV_HEADS + head) * ROWS + query * shared
+    result = merged_parts(
+        part_out, part_norm, sinks, base, KV_HEADS * ROWS, num_parts, head, index,
+        shared, WIDTH, MATES, MERGE, SINKS,
+    )  # fmt: skip
     few = tl.arange(0, MATES)
     real = few < shared
-    if SINKS:
-        sink = tl.load(sinks + head * shared + few, mask=real, other=0.0) * 1.4426950408889634
-        whole += tl.exp2(sink - tl.where(top == float("-inf"), 0.0, top))
-    result = result / tl.where(whole == 0.0, 1.0, whole)[:, None]
     place = out + token * (HEADS * DIM) + (head * shared + few)[:, None] * DIM + index
     tl.store(place, result.to(out.dtype.element_ty), mask=real[:, None] & (index < DIM))
 
