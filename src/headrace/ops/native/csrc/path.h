@@ -22,6 +22,7 @@ namespace {
 #elif defined(HEADRACE_HAS_DOT16)
 #include "linear16.h"
 #endif
+#include "exponential.h"
 #include "pointwise.h"
 #include "attention.h"
 }  // namespace

@@ -26,11 +26,11 @@ INLINE void under_tile_rules(Work work) {
 #include HEADRACE_TILES
 #include "bf16_weights.h"
 #include "bf16.h"
-#include "pointwise.h"
+#include "exponential.h"
 #define HEADRACE_HAS_TILES
 #include "attention.h"
 
-// A path that has the products of the AVX-512 one, and those on tiles beside them; filled once, as in path.h.
+// A path that has everything of the AVX-512 one, with products and attention on tiles; filled once, as in path.h.
 static const Kernels* kernels_with_tiles(const char* name) {
   static const Kernels table = [name] {
     Kernels made = *avx512_kernels();
@@ -41,11 +41,6 @@ static const Kernels* kernels_with_tiles(const char* name) {
     made.round_bf16 = round_bf16;
     made.open_tiles = open_tiles;
     made.close_tiles = close_tiles;
-    made.rms_norm = rms_norm;
-    made.rope = rope;
-    made.gated = gated;
-    made.elementwise = elementwise;
-    made.uniforms = uniforms;
     made.attention = attention;
     made.attention_scratch = attention_scratch;
     made.attention_partial = attention_partial;
