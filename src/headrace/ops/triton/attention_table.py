@@ -1,5 +1,5 @@
-"""Where one way of attention gives way to another: thresholds by GPU and shape of the heads, those that are shipped and
-those that a user measured with `headrace bench attention`. Read once; nothing is measured at start-up."""
+"""Where one way of attention gives way to another: thresholds by shape of the heads, fitted ones and, by GPU, those
+that a user measured with `headrace bench attention`. Read once; nothing is measured at start-up."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from headrace.ops.triton.runtime import INTERPRETED, num_processors
 from headrace.ops.triton.tile_table import file_name, user_folder
 
 NEVER = 2**31 - 1
-SHIPPED = Path(__file__).with_name("attention")
 
 
 @dataclass(frozen=True)
@@ -75,15 +74,11 @@ def write_rules(path: Path, gpu: str, rules: dict[AttentionShape, AttentionRule]
 
 @cache
 def measured_rules() -> dict[AttentionShape, AttentionRule]:
-    """Of this process's GPU; a user's come before the shipped ones."""
+    """Those that a user measured on this process's GPU."""
     if INTERPRETED or not torch.cuda.is_available():
         return {}
-    name = file_name(torch.cuda.get_device_name())
-    found: dict[AttentionShape, AttentionRule] = {}
-    for folder in (SHIPPED, attention_folder()):
-        if (folder / name).exists():
-            found |= read_rules(folder / name)
-    return found
+    path = attention_folder() / file_name(torch.cuda.get_device_name())
+    return read_rules(path) if path.exists() else {}
 
 
 def attention_rule(shape: HeadShape, dtype: torch.dtype | str) -> AttentionRule:
