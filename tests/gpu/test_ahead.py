@@ -34,6 +34,7 @@ def start_offline(model, cache, *options):
     return json.loads(done.stdout.splitlines()[-1]), done.stderr
 
 
+@pytest.mark.slow
 def test_an_engine_calls_what_was_foreseen(tmp_path):
     model, cache = write_tiny_llama(tmp_path / "tiny", hidden=256, inner=512, dim=64), tmp_path / "cache"
     found, _ = start_offline(model, cache)

@@ -83,6 +83,7 @@ def test_what_gpus_cannot_do_yet_is_said(model, gpu_engine):
         LLM(str(model), device="cpu", dtype="float16")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", [GraphKey(4, 4, True, True), GraphKey(4, 32, True, False)], ids=["decode", "mixed"])
 def test_a_step_of_padding_only_leaves_everything_as_it_was(model, gpu_engine, key):
     """What a graph is captured from must not touch a running request."""

@@ -53,6 +53,7 @@ def test_steps_that_do_not_fit_run_in_parts(tmp_path, gpu_engine, scarce, capfd)
     assert "the GPU's memory ran out; the step runs again in parts" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_steps_with_drafts_run_again_without(tmp_path, gpu_engine, scarce, capfd):
     model = write_tiny_llama(tmp_path, mtp=True)
     prompts, params = [[5, 6, 7, 5, 6], [9, 8, 7, 9]], [PARAMS[0].with_(max_tokens=7), PARAMS[2].with_(max_tokens=7)]

@@ -81,6 +81,7 @@ def compare(target, held, params, prompts, **options):
     return counts
 
 
+@pytest.mark.slow
 def test_drafts_are_those_of_the_cpu(models, gpu_engine, held, monkeypatch):
     chains, original = [], ChainRunner._chain
     monkeypatch.setattr(ChainRunner, "_chain", lambda self, key: (chains.append(key.depth), original(self, key)))
@@ -90,6 +91,7 @@ def test_drafts_are_those_of_the_cpu(models, gpu_engine, held, monkeypatch):
         assert len(chains) > 3 and max(chains) == 3, "all passes of a draft ran as one"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not INTERPRETED, reason="on a GPU chains are captured")
 def test_a_capture_leaves_what_a_chain_begins_with(models, gpu_engine, held, monkeypatch):
     """What a capture does before a chain runs, a chain of padding, happens before every one."""

@@ -13,7 +13,7 @@ SMALL = {"max_model_len": 160, "max_num_batched_tokens": 64, "max_num_seqs": 4, 
 
 
 WAYS = [
-    pytest.param(True, True, id="split-padded"),
+    pytest.param(True, True, id="split-padded", marks=pytest.mark.slow),
     pytest.param(True, False, id="split-as they are", marks=pytest.mark.slow),
     pytest.param(False, True, id="unsplit-padded", marks=pytest.mark.slow),
     pytest.param(False, False, id="unsplit-as they are", marks=pytest.mark.slow),

@@ -177,6 +177,7 @@ def test_what_a_gpu_cannot_verify_yet_is_said(model, gpu_engine, tmp_path):
         LLM(model, device="cuda", speculate="synthetic", synthetic_acceptance=0.5)
 
 
+@pytest.mark.slow
 def test_between_drafts_and_steps_that_overlap(model, gpu_engine, knowing, expected):
     """Changes of the way, every few steps: rows run ahead, are waited for, and change hands in between."""
     knowing(4, 3)
