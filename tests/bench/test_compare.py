@@ -137,11 +137,23 @@ def test_the_command(folder, tmp_path, capsys):
     assert "of the limit" in capsys.readouterr().out
 
 
+def test_a_peer_may_load_another_form_of_the_model(folder, tmp_path, capsys):
+    other = tmp_path / "model-crash"
+    other.touch()
+    argv = ["bench", "compare", "-m", str(folder), "--runs", "1", "--ttft", "8", "--peer", FAKE]
+    assert main([*argv, "--peer-model", str(other)]) == 2
+    assert "a dreadful thing happened" in capsys.readouterr().err
+    assert main([*argv, "--peer-model", ""]) == 0
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         (["--peer", "vllm"], "unknown peer 'vllm'"),
         (["--peer", "llama.cpp"], "llama.cpp reads GGUF files"),
+        (["--peer", "openvino"], "openvino reads GGUF files"),
+        (["--peer", FAKE, "--peer-model", "/no/where"], "there is no /no/where for"),
+        (["--peer", FAKE, "--peer-model", "", "--peer-model", ""], "1 --peer, but 2 --peer-model"),
         (["--peer", FAKE, "--peer-python", "a", "--peer-python", "b"], "1 --peer, but 2 --peer-python"),
         (["--decode-batch", "0"], "--decode-batch must be at least 1"),
         (["--decode-batch", "9", "--max-num-seqs", "4"], "raise --max-num-seqs"),

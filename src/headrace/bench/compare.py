@@ -73,6 +73,7 @@ class PeerChoice:
 
     kind: str
     python: str
+    model: str = ""  # what the peer loads; "": the same as Headrace, in a form that it reads
 
 
 def compare(
@@ -124,10 +125,14 @@ def _start(
     folder: Path | None = None
     for choice in peers:
         peer = stack.enter_context(Peer(choice.kind, choice.python))
-        model = checkpoint.path
-        if choice.kind == "llama.cpp" and not isinstance(checkpoint, GGUFCheckpoint):
-            raise ValueError("llama.cpp reads GGUF files; give one as the model")
-        if choice.kind == "transformers" and isinstance(checkpoint, GGUFCheckpoint):
+        model, is_gguf = checkpoint.path, isinstance(checkpoint, GGUFCheckpoint)
+        if choice.model:
+            model = Path(choice.model)
+            if not model.exists():
+                raise ValueError(f"there is no {model} for {choice.kind} to load")
+        elif choice.kind in ("llama.cpp", "openvino") and not is_gguf:
+            raise ValueError(f"{choice.kind} reads GGUF files; give one as the model, or its own form: --peer-model")
+        elif choice.kind == "transformers" and is_gguf:
             if folder is None:
                 tell("writing dequantised weights for the peers")
                 temporary = stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-peer-"))

@@ -16,7 +16,7 @@ from typing import IO, Any
 from headrace.bench.measure import Timing
 
 SCRIPT = Path(__file__).with_name("peer_script.py")
-KINDS = ("transformers", "llama.cpp")
+KINDS = ("transformers", "llama.cpp", "openvino")
 
 
 class PeerError(ValueError):

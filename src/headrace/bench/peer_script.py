@@ -1,6 +1,6 @@
 """A peer in an environment of its own: this one file, run by the peer's Python, answers lines of JSON.
 
-    PEER_PYTHON -I peer_script.py transformers|llama.cpp
+    PEER_PYTHON -I peer_script.py transformers|llama.cpp|openvino
 
 It may import nothing of Headrace. Standard input brings one request a line, standard output takes one answer a line:
 
@@ -130,7 +130,44 @@ class LlamaCppPeer:
         return int(self._np.ctypeslib.as_array(pointer, shape=(self._vocab,)).argmax())
 
 
-PEERS = {"transformers": TransformersPeer, "llama.cpp": LlamaCppPeer}
+class OpenVinoPeer:
+    """openvino-genai's continuous batching, stepped by a loop of its own, on a GGUF file or an exported folder."""
+
+    def load(self, model: str, dtype: str, threads: int) -> str:
+        from importlib.metadata import version
+
+        import numpy
+        import openvino
+        import openvino_genai
+
+        self._np, self._openvino, self._genai = numpy, openvino, openvino_genai
+        scheduling = openvino_genai.SchedulerConfig()
+        scheduling.enable_prefix_caching = False
+        scheduling.max_num_batched_tokens, scheduling.cache_size = 2048, 2
+        settings = {"INFERENCE_NUM_THREADS": threads}
+        self._pipeline = openvino_genai.ContinuousBatchingPipeline(model, scheduling, "CPU", settings)
+        kind = "GGUF" if os.path.isfile(model) else os.path.basename(os.path.normpath(model))
+        return f"openvino-genai {version('openvino-genai')} {kind}"
+
+    def run(self, prompts: list[list[int]], num_tokens: int) -> tuple[float, float, int]:
+        config = self._genai.GenerationConfig()
+        config.max_new_tokens = config.min_new_tokens = num_tokens
+        config.ignore_eos, config.do_sample = True, False
+        tensors = [self._openvino.Tensor(self._np.array([prompt], self._np.int64)) for prompt in prompts]
+        started, first = time.perf_counter(), 0.0
+        handles = [self._pipeline.add_request(number, tensor, config) for number, tensor in enumerate(tensors)]
+        counts = [0] * len(handles)
+        while self._pipeline.has_non_finished_requests():
+            self._pipeline.step()
+            for number, handle in enumerate(handles):
+                if handle.can_read():
+                    counts[number] += sum(len(part.generated_ids) for part in handle.read().values())
+            if not first and all(counts):
+                first = time.perf_counter() - started
+        return first, time.perf_counter() - started, sum(counts)
+
+
+PEERS = {"transformers": TransformersPeer, "llama.cpp": LlamaCppPeer, "openvino": OpenVinoPeer}
 
 
 def main() -> int:

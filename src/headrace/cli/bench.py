@@ -45,7 +45,7 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
         action="append",
         default=[],
         metavar="PEER",
-        help="transformers, llama.cpp, or a script that speaks the protocol; may be repeated",
+        help="transformers, llama.cpp, openvino, or a script that speaks the protocol; may be repeated",
     )
     compare_parser.add_argument(
         "--peer-python",
@@ -53,6 +53,13 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
         default=[],
         metavar="FILE",
         help="the Python of each peer's environment, or one for all (this one)",
+    )
+    compare_parser.add_argument(
+        "--peer-model",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="what each peer loads in place of the model, in the order of the peers; '': the model",
     )
     compare_parser.add_argument(
         "--peer-dtype",
@@ -228,6 +235,9 @@ def compare(arguments: argparse.Namespace) -> int:
         pythons = pythons * len(arguments.peer)
     if len(pythons) != len(arguments.peer):
         raise ValueError(f"{len(arguments.peer)} --peer, but {len(pythons)} --peer-python: give one, or one for each")
+    models = arguments.peer_model or [""] * len(arguments.peer)
+    if len(models) != len(arguments.peer):
+        raise ValueError(f"{len(arguments.peer)} --peer, but {len(models)} --peer-model: give none, or one for each")
     from headrace.bench.compare import PeerChoice, Work
     from headrace.bench.compare import compare as measure
     from headrace.frontend.llm import LLM
@@ -241,7 +251,7 @@ def compare(arguments: argparse.Namespace) -> int:
         rows = llm.engine.config.max_num_seqs
         if any(work.kind == "decode" and work.count > rows for work in works):
             raise ValueError(f"a decode batch above max_num_seqs ({rows}) does not run as one; raise --max-num-seqs")
-        choices = [PeerChoice(kind, python) for kind, python in zip(arguments.peer, pythons, strict=True)]
+        choices = [PeerChoice(*each) for each in zip(arguments.peer, pythons, models, strict=True)]
         results = measure(
             llm, works, choices, runs=arguments.runs, dtype=arguments.peer_dtype,
             tell=lambda text: print(f"[{text}]", file=sys.stderr),
