@@ -237,8 +237,8 @@ def resolve(
     else:
         if args.quantize != "none":
             raise ConfigError("quantize is for CPUs; leave it out or give device=cpu")
-        if args.mode == "fast":
-            raise ConfigError("mode=fast is for CPUs; leave it out or give device=cpu")
+        if args.mode in ("fast", "int8"):
+            raise ConfigError(f"mode={args.mode} is for CPUs; leave it out or give device=cpu")
         _refuse_on_gpus(args, drafter)
         dtype = args.dtype if args.dtype != "auto" else "float32" if args.mode == "exact" else "bfloat16"
         if args.mode == "exact" and dtype != "float32":

@@ -37,7 +37,7 @@ def _the_path_comes_back() -> Any:
     open_library(LIBRARY, before)
 
 
-@pytest.mark.parametrize("mode", ["exact", "default", "fast"])
+@pytest.mark.parametrize("mode", ["exact", "default", "fast", "int8"])
 def test_replayed_steps_on_paths_in_turns(tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorded, "EAGER_STEPS", 0)
     file = write_model(tmp_path / "m.gguf", {"": "Q4_1", "ffn_down": "Q6_K", "attn_v": "Q8_0"})

@@ -75,8 +75,9 @@ def reference() -> tuple[float, np.ndarray, np.ndarray]:
         ({"mode": "exact"}, 0.001),
         ({"mode": "default"}, 0.005),
         ({"mode": "default", "kv_dtype": "int8"}, 0.005),
+        ({"mode": "int8"}, 0.01),
     ],
-    ids=["exact", "default", "default-int8-kv"],
+    ids=["exact", "default", "default-int8-kv", "int8"],
 )
 def test_perplexity_and_agreement(options: dict, most: float, reference: tuple) -> None:
     compare(judged(**options), reference, most)

@@ -56,7 +56,7 @@ def test_hidden_states_are_the_same_bits(path: str, tmp_path: Path, monkeypatch:
     folder = write_model(tmp_path / "m.gguf", {"": "Q4_1", "ffn_down": "Q6_K", "attn_v": "Q8_0"})
     checkpoint = open_checkpoint(folder)
     spec = checkpoint.spec
-    for mode in ("exact", "default", "fast"):
+    for mode in ("exact", "default", "fast", "int8"):
         model = build_model(spec, WeightSource(checkpoint), Packed(mode))
         steps: dict[bool, list[np.ndarray]] = {}
         for replay in (False, True):

@@ -41,6 +41,7 @@ _ARITHMETIC = {
     "float32": "float32, since this path has no products of integers",
     "int16": "inputs of quantised weights as 16-bit integers, exact sums of 32 products",
     "bfloat16": "inputs and weights as bfloat16, but for F32 weights, sums in float32",
+    "int8": "inputs of quantised weights as 8-bit integers, exact sums of 32 products",
 }
 SHOWN = ("avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8",
          "amx_bf16", "asimd", "asimddp", "i8mm", "bf16", "sve")  # fmt: skip
@@ -109,4 +110,6 @@ def kernels() -> Section:
         if few == many
         else f"up to 4 tokens at once: {_ARITHMETIC[few]}; more: {_ARITHMETIC[many]}",
     )
+    rounded = product("int8", "Q4_1", 1)
+    section.add("mode int8", _ARITHMETIC[rounded] if rounded == "int8" else "the same as default here")
     return section

@@ -25,9 +25,10 @@ def bind_cpu(num_threads: int, mode: str = "exact", quantize: str = "none", grou
     if available():
         library().set_num_threads(num_threads)
         bind_native()
-        if mode == "fast" and product(mode, "Q4_1", 1) == product(mode, "Q4_1", 64):
+        same = all(product(mode, "Q4_1", tokens) == product("default", "Q4_1", tokens) for tokens in (1, 64))
+        if mode in ("fast", "int8") and same:
             path = library().path
-            _tell(f"headrace: mode=fast is the same as mode=default on this processor (code path {path})")
+            _tell(f"headrace: mode={mode} is the same as mode=default on this processor (code path {path})")
         return Packed(mode, quantize, group)
     if quantize != "none":
         raise ValueError(f"quantize={quantize} needs the native kernels ({unavailable_reason()}); leave it out")

@@ -17,7 +17,8 @@ class PackedLinear:
     `mode` exact: a weight is decoded, then multiplied and added in float32. default, on the AMX path: inputs and
     weights are rounded to bfloat16, sums are float32, and only F32 matrices are left as they are; on other paths inputs
     of quantised formats are rounded to 16-bit integers, blocks of 32 products are summed exactly, and the rest is
-    float32. fast: as default, but for up to 4 tokens the AMX path, too, rounds to 16-bit integers.
+    float32. fast: as default, but for up to 4 tokens the AMX path, too, rounds to 16-bit integers. int8: inputs of
+    quantised formats are rounded to bytes, 32 under one scale (portable path: as default).
     """
 
     input_quant: str | None = None

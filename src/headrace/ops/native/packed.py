@@ -23,8 +23,8 @@ from headrace.ops.xp import Array
 PANEL = 32
 FORMATS = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "I8", "Q4_64", "Q8_64")
 FLOATS = FORMATS[:3]
-MODES = ("exact", "default", "fast")  # Mode of csrc/api.cpp
-PRODUCTS = ("float32", "int16", "bfloat16")  # Product of csrc/api.cpp
+MODES = ("exact", "default", "fast", "int8")  # Mode of csrc/api.cpp
+PRODUCTS = ("float32", "int16", "bfloat16", "int8")  # Product of csrc/api.cpp
 _ARENA_CHUNK = 1 << 28  # address space, not memory: pages are taken when they are written
 _HUGE_PAGE = 1 << 21
 

@@ -60,13 +60,14 @@ constexpr Path kPaths[] = {
 };
 
 // How a segment is multiplied.
-enum Product : int { kFloat32 = 0, kInt16, kBf16 };
-enum Mode : int { kExact = 0, kDefault, kFast };
+enum Product : int { kFloat32 = 0, kInt16, kBf16, kInt8 };
+enum Mode : int { kExact = 0, kDefault, kFast, kBytes };
 constexpr int kFewTokens = 4;  // of a product that fast mode makes in 16-bit integers even where there is bfloat16
 
 Product product_of(int mode, int format, int tokens) {
   if (mode == kExact || format == F32) return kFloat32;
   const bool quantised = kFormats[format].block > 1, int16 = quantised && kernels->linear16_panel;
+  if (mode == kBytes && quantised && kernels->int8_panel) return kInt8;
   if (kernels->bf16_panel && !(mode == kFast && int16 && tokens <= kFewTokens)) return kBf16;
   return int16 ? kInt16 : kFloat32;
 }
@@ -86,6 +87,23 @@ Tokens16 quantized_tokens(const float* x, ptrdiff_t x_stride, int tokens, int k)
     for (int64_t t = first; t < last; ++t)
       kernels->quantize16(x + t * x_stride, k, out.q + t * k, out.sums + t * static_cast<int64_t>(blocks) * 4,
                           out.scales + t * static_cast<int64_t>(scales));
+  });
+  return out;
+}
+
+// The same for inputs as bytes.
+Tokens8 tokens_in_bytes(const float* x, ptrdiff_t x_stride, int tokens, int k) {
+  thread_local std::vector<float> memory;
+  const size_t blocks = static_cast<size_t>(k) / kBlock, count = static_cast<size_t>(tokens), words = kBlock / 4;
+  if (memory.size() < count * blocks * (words + 5)) memory.resize(count * blocks * (words + 5));
+  Tokens8 out;
+  out.q = reinterpret_cast<int8_t*>(memory.data());
+  out.sums = memory.data() + count * blocks * words;
+  out.scales = out.sums + count * blocks * 4;
+  ranges(tokens, static_cast<int64_t>(tokens) * k * 4, [&](int64_t first, int64_t last) {
+    for (int64_t t = first; t < last; ++t)
+      kernels->quantize_int8(x + t * x_stride, k, out.q + t * k, out.sums + t * static_cast<int64_t>(blocks) * 4,
+                             out.scales + t * static_cast<int64_t>(blocks));
   });
   return out;
 }
@@ -235,6 +253,7 @@ struct LinearCall {
     int64_t total = 0;
     for (int s = 0; s < num_segments; ++s) total += panels_of(segments[s]);
     const Tokens16 x16 = any(kInt16) ? quantized_tokens(x, x_stride, tokens, k) : Tokens16{};
+    const Tokens8 x8 = any(kInt8) ? tokens_in_bytes(x, x_stride, tokens, k) : Tokens8{};
     const uint16_t* tiles = any(kBf16) ? bf16_tiles(x, x_stride, tokens, k) : nullptr;
     size_t scratch = kernels->linear_scratch();
     if (tiles && kernels->bf16_scratch() > scratch) scratch = kernels->bf16_scratch();
@@ -245,6 +264,7 @@ struct LinearCall {
       job.x = x;
       job.x_stride = x_stride;
       job.x16 = x16;
+      job.x8 = x8;
       job.tiles = tiles;
       job.out_stride = out_stride;
       job.scratch = thread_scratch(scratch);
@@ -258,6 +278,7 @@ struct LinearCall {
         const Product how = product(s);
         const auto panel = how == kBf16    ? kernels->bf16_panel
                            : how == kInt16 ? kernels->linear16_panel
+                           : how == kInt8  ? kernels->int8_panel
                                            : kernels->linear_panel;
         job.format = segment.format;
         for (int64_t p = first > start ? first - start : 0; p < panels && start + p < last; ++p) {
@@ -281,7 +302,7 @@ struct LinearCall {
 
 using namespace headrace;
 
-EXPORT int headrace_abi() { return 8; }
+EXPORT int headrace_abi() { return 9; }
 
 // Chooses the code path `forced`, or the best one where it is empty. Returns its name, null if it cannot run here.
 EXPORT const char* headrace_select_path(const char* forced) {
@@ -334,11 +355,11 @@ EXPORT void headrace_gather_rows(const float* table, ptrdiff_t table_stride, con
 }
 
 // How the chosen path multiplies `tokens` tokens with a matrix in `format`, in `mode`: 0 in float32, 1 in 16-bit integers,
-// 2 in bfloat16.
+// 2 in bfloat16, 3 in bytes.
 EXPORT int headrace_product(int mode, int format, int tokens) { return product_of(mode, format, tokens); }
 
 // out [tokens, sum of outputs] = x [tokens, k] times the segments, one beside the other, + bias (null: none). `mode` 0:
-// exact, 1: default, 2: fast; see product_of().
+// exact, 1: default, 2: fast, 3: int8; see product_of().
 EXPORT void headrace_linear(const void* segments_at, int num_segments, int k, const float* x, ptrdiff_t x_stride,
                             int tokens, const float* bias, float* out, ptrdiff_t out_stride, int mode) {
   const LinearCall call{static_cast<const Segment*>(segments_at), num_segments, k, mode, tokens, bias};

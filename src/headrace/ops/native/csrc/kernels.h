@@ -63,6 +63,14 @@ struct Tokens16 {
 };
 constexpr float kLargest16 = 32639.0f;  // of a q: its two bytes are -127 .. 127 and -128 .. 127
 
+// Tokens as signed bytes: x = q * scale, one scale for 32 k.
+struct Tokens8 {
+  int8_t* q;      // [tokens][k]
+  float* sums;    // [tokens][blocks of 32][4]: see int8.h
+  float* scales;  // [tokens][blocks of 32]
+};
+constexpr float kLargest8 = 127.0f;
+
 // One panel times `tokens` rows of x. `out` points at the panel's first output; `valid` of its 32 outputs exist.
 struct PanelJob {
   const uint8_t* weights;
@@ -74,6 +82,7 @@ struct PanelJob {
   const float* bias;  // of the panel's outputs, or null
   float* scratch;     // linear_scratch() floats, 64-byte aligned
   Tokens16 x16;       // for linear16_panel, in place of x
+  Tokens8 x8;         // for int8_panel, in place of x
   const uint16_t* tiles;  // for bf16_panel, in place of x: the tokens in bfloat16 as bf16.h has them, 64-byte aligned
 };
 
@@ -122,6 +131,8 @@ struct Kernels {
   size_t (*linear_scratch)();  // floats
   void (*linear16_panel)(const PanelJob& job);  // null: this path has no 16-bit products
   void (*quantize16)(const float* x, int k, int16_t* q, float* sums, float* scales);
+  void (*int8_panel)(const PanelJob& job);  // null: this path has no products of bytes
+  void (*quantize_int8)(const float* x, int k, int8_t* q, float* sums, float* scales);
   void (*bf16_panel)(const PanelJob& job);  // null: this path has no products in bfloat16
   size_t (*bf16_scratch)();                 // floats
   void (*round_bf16)(const float* x, int k, uint16_t* row);

@@ -66,7 +66,7 @@ static void quantize16(const float* x, int k, int16_t* q, float* sums, float* sc
   for (int start = 0; start < k; start += kBlock * kSuper) {
     const int count = k - start < kBlock * kSuper ? k - start : kBlock * kSuper;
     float inverse;
-    const bool finite = scale16(x + start, count, scales++, &inverse);
+    const bool finite = integer_scale(x + start, count, kLargest16, scales++, &inverse);
     for (int block = start; block < start + count; block += kBlock) {
       i sum = zero_words();
       for (int e = 0; e < kBlock; e += W) {

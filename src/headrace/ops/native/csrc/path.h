@@ -18,9 +18,13 @@ namespace {
 #include "formats.h"
 #include "linear.h"
 #if defined(HEADRACE_HAS_DOT8)
-#include "planes.h"
-#elif defined(HEADRACE_HAS_DOT16)
+#include "quads.h"
+#include "int8.h"
+#if defined(HEADRACE_HAS_DOT16)
 #include "linear16.h"
+#else
+#include "planes.h"
+#endif
 #endif
 #include "exponential.h"
 #include "pointwise.h"
@@ -36,13 +40,18 @@ const Kernels* kernels(const char* name) {
     made.linear_panel = linear_panel;
     made.linear_scratch = linear_scratch;
 #if defined(HEADRACE_HAS_DOT8)
-    kPlanes.fill();
-    made.linear16_panel = planes_panel;
-    made.quantize16 = quantize_planes;
-#elif defined(HEADRACE_HAS_DOT16)
+    kInt8.fill();
+    made.int8_panel = int8_panel;
+    made.quantize_int8 = quantize_int8;
+#if defined(HEADRACE_HAS_DOT16)
     kLinear16.fill();
     made.linear16_panel = linear16_panel;
     made.quantize16 = quantize16;
+#else
+    kPlanes.fill();
+    made.linear16_panel = planes_panel;
+    made.quantize16 = quantize_planes;
+#endif
 #endif
     made.rms_norm = rms_norm;
     made.rope = rope;

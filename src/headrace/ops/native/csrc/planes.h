@@ -6,71 +6,6 @@
 // of pairs cost, but bytes come out of packed words with half the work. All 32 k of a block for all 32 outputs fit
 // half of the registers: they are unpacked once for as many tokens as there are, which go by in groups of four.
 
-template <class Decoder>
-struct Planes;  // unpack(decoder, w): bytes of quad q (k = 4q .. 4q+3) for 16 outputs each
-
-template <bool kHigh, class Decoder>
-struct NibblePlanes {
-  static constexpr bool kHasMin = true;
-  static constexpr int kScales = 1, kOffset = 0;
-  INLINE static void unpack(const Decoder& decoder, i (*w)[8]) {
-    for (int p = 0; p < P; ++p) {
-#pragma GCC unroll 4
-      for (int z = 0; z < 4; ++z) {
-        const i word = words(decoder.at + (p * 4 + z) * 64);
-        w[p][2 * z] = and_word(word, 0x0F0F0F0F);
-        w[p][2 * z + 1] = and_word(shift_right(word, 4), 0x0F0F0F0F);
-      }
-      if constexpr (kHigh) {
-#pragma GCC unroll 8
-        for (int q = 0; q < 8; ++q) {
-          const i bits = q < 4 ? shift_left(decoder.high[p], 4 - q) : shift_right(decoder.high[p], q - 4);
-          w[p][q] = or_words(w[p][q], and_word(bits, 0x10101010));
-        }
-      }
-    }
-  }
-};
-template <bool kHigh, bool kSymmetric>
-struct Planes<Nibbles<kHigh, kSymmetric>> : NibblePlanes<kHigh, Nibbles<kHigh, kSymmetric>> {};
-template <bool kHigh>
-struct Planes<NibblesK<kHigh>> : NibblePlanes<kHigh, NibblesK<kHigh>> {};
-template <>
-struct Planes<GroupNibbles> : NibblePlanes<false, GroupNibbles> {};
-
-template <>
-struct Planes<SixBits> {
-  static constexpr bool kHasMin = false;
-  static constexpr int kScales = 2, kOffset = 32;
-  INLINE static void unpack(const SixBits& decoder, i (*w)[8]) {
-    for (int p = 0; p < P; ++p)
-#pragma GCC unroll 4
-      for (int z = 0; z < 4; ++z) {
-        const i word = words(decoder.at + (p * 4 + z) * 64);
-        const i bits = words(decoder.at + 512 + z / 2 * 128 + p * 64);
-        const i first = z % 2 ? bits : shift_left(bits, 4), second = z % 2 ? shift_right(bits, 2) : shift_left(bits, 2);
-        w[p][2 * z] = or_words(and_word(word, 0x0F0F0F0F), and_word(first, 0x30303030));
-        w[p][2 * z + 1] = or_words(and_word(shift_right(word, 4), 0x0F0F0F0F), and_word(second, 0x30303030));
-      }
-  }
-};
-
-template <class Decoder>
-struct BytePlanes {
-  static constexpr bool kHasMin = false;
-  static constexpr int kScales = 1, kOffset = 128;
-  INLINE static void unpack(const Decoder& decoder, i (*w)[8]) {
-#pragma GCC unroll 2
-    for (int p = 0; p < P; ++p)
-#pragma GCC unroll 8
-      for (int q = 0; q < 8; ++q) w[p][q] = words(decoder.at + (p * 8 + q) * 64);
-  }
-};
-template <bool kWide>
-struct Planes<Bytes<kWide>> : BytePlanes<Bytes<kWide>> {};
-template <>
-struct Planes<GroupBytes> : BytePlanes<GroupBytes> {};
-
 // One block in registers. d: of each of the block's scales.
 template <class Plane>
 struct PlaneBlock {
@@ -80,13 +15,15 @@ struct PlaneBlock {
 
 template <int kFormat>
 INLINE const uint8_t* open_planes(const uint8_t* weights, typename DecoderOf<kFormat>::type& decoder,
-                                  PlaneBlock<Planes<typename DecoderOf<kFormat>::type>>& block) {
-  using Plane = Planes<typename DecoderOf<kFormat>::type>;
+                                  PlaneBlock<Quads<typename DecoderOf<kFormat>::type>>& block) {
+  using Plane = Quads<typename DecoderOf<kFormat>::type>;
   constexpr FormatInfo info = kFormats[kFormat];
   for (int line = 0; line < info.block_bytes; line += 64) prefetch(weights + kPrefetch + line);
   decoder.open(weights);
-  Plane::unpack(decoder, block.w);
-  for (int p = 0; p < P; ++p) block.d[0][p] = decoder.d[p];
+  for (int p = 0; p < P; ++p) {
+    Plane::unpack(decoder, p, block.w[p]);
+    block.d[0][p] = decoder.d[p];
+  }
   if constexpr (Plane::kScales == 2) {
     decoder.open_half(1);
     for (int p = 0; p < P; ++p) block.d[1][p] = decoder.d[p];
@@ -188,7 +125,7 @@ INLINE void add_tokens(const PlaneBlock<Plane>& block, PlaneInputs in, int at, i
 template <int kFormat>
 NOINLINE static void planes(const PanelJob& job) {
   using Decoder = typename DecoderOf<kFormat>::type;
-  using Plane = Planes<Decoder>;
+  using Plane = Quads<Decoder>;
   Decoder decoder{};
   PlaneBlock<Plane> block;
   const PlaneInputs in{reinterpret_cast<const int8_t*>(job.x16.q), job.x16.sums, 2 * job.k, job.k / kBlock * 4};
@@ -216,7 +153,7 @@ static void quantize_planes(const float* x, int k, int16_t* to, float* sums, flo
   for (int start = 0; start < k; start += kBlock * kSuper) {
     const int count = k - start < kBlock * kSuper ? k - start : kBlock * kSuper;
     float inverse;
-    const bool finite = scale16(x + start, count, scales++, &inverse);
+    const bool finite = integer_scale(x + start, count, kLargest16, scales++, &inverse);
     for (int block = start; block < start + count; block += kBlock, q += 2 * kBlock, sums += 4) {
       int32_t halves[2];
       for (int half = 0; half < 2; ++half) {

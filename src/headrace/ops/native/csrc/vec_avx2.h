@@ -105,4 +105,29 @@ INLINE void store_in_pairs(int16_t* p, i w) {
   const __m128i narrow = _mm_packs_epi32(_mm256_castsi256_si128(ordered), _mm256_extracti128_si256(ordered, 1));
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), narrow);
 }
+// Products of unsigned bytes, of 128 at most, and signed ones, four to a word: pairs fit 16 bits then. Larger ones become
+// signed bytes.
+constexpr bool kSmallBytes = true;
+INLINE i words_everywhere(int32_t v) { return _mm256_set1_epi32(v); }
+INLINE i quad_everywhere(const int8_t* p) {
+  int32_t quad;
+  __builtin_memcpy(&quad, p, 4);
+  return _mm256_set1_epi32(quad);
+}
+INLINE i word_everywhere(const float* p) { return _mm256_castps_si256(_mm256_set1_ps(*p)); }
+INLINE i dot8(i sum, i a, i b) {
+  return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(a, b), _mm256_set1_epi16(1)));
+}
+INLINE i dot8_signed(i sum, i a, i b) { return dot8(sum, _mm256_abs_epi8(a), _mm256_sign_epi8(b, a)); }
+INLINE i sub_words(i a, i b) { return _mm256_sub_epi32(a, b); }
+INLINE int32_t reduce_add_words(i w) {
+  const __m128i four = _mm_add_epi32(_mm256_castsi256_si128(w), _mm256_extracti128_si256(w, 1));
+  const __m128i two = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4E));
+  return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 0xB1)));
+}
+INLINE void store_bytes(uint8_t* p, i w) {  // the lowest byte of each word
+  const i lowest = _mm256_shuffle_epi8(w, _mm256_set1_epi32(0x0C080400));
+  const int32_t parts[2] = {_mm256_extract_epi32(lowest, 0), _mm256_extract_epi32(lowest, 4)};
+  __builtin_memcpy(p, parts, 8);
+}
 INLINE void store_words(int32_t* p, i w) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), w); }
