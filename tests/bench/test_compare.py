@@ -33,7 +33,7 @@ def test_a_peer_answers():
         peer.load("model", "float32", 2)
         assert peer.name == "fake 1.0 float32"
         timing = peer.run([[1, 2], [3, 4]], 6)
-        assert (timing.num_tokens, timing.num_requests) == (12, 2)
+        assert (timing.num_tokens, timing.tokens_by_then) == (12, 2)
         assert timing.decode_rate == pytest.approx(10.0) and timing.output_rate == pytest.approx(8.0)
     peer.close()
 
@@ -103,6 +103,15 @@ def test_sides_take_turns_and_rows_hold_medians(folder, monkeypatch):
         assert row.ratio == pytest.approx(ratio) and row.limit_share is not None and row.limit_share > 0
         assert "of the limit" in row.line() and "ratio" in row.line()
     assert limit_share([]) is None
+
+
+def test_decoding_is_timed_once_every_request_has_begun(folder):
+    """Prompts that are read in several steps are no part of it."""
+    with LLM(str(folder), max_num_batched_tokens=16, max_num_seqs=4, prefix_caching=False) as llm:
+        timing = run_batch(llm, random_prompts(llm.engine.spec.vocab_size, 3, 16), 5)
+    assert 0 < timing.first_token < timing.all_started < timing.total
+    assert timing.tokens_by_then > 3 and timing.num_tokens == 15
+    assert timing.decode_rate == (15 - timing.tokens_by_then) / (timing.total - timing.all_started)
 
 
 def test_no_run_finds_the_prefixes_of_another(folder):

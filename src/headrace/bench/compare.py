@@ -30,8 +30,8 @@ _BUSY = 0.5  # load average above which a comparison is not fair
 class Work:
     """One case: `count` prompts of `prompt_len` random tokens, `output_len` greedy tokens each.
 
-    decode measures tokens per second after the first step that gave any, ttft milliseconds until then, offline tokens
-    per second over all.
+    decode measures tokens per second once every request has its first one, ttft milliseconds to the first one,
+    offline tokens per second over all.
     """
 
     kind: Kind

@@ -17,18 +17,20 @@ _runs = itertools.count()
 
 @dataclass(frozen=True)
 class Timing:
-    """One run: seconds to the first token of any request, seconds in all, tokens generated."""
+    """One run: seconds until any and until every request had its first token, and the tokens that were there by then;
+    seconds and tokens in all."""
 
     first_token: float
+    all_started: float
+    tokens_by_then: int
     total: float
     num_tokens: int
-    num_requests: int
 
     @property
     def decode_rate(self) -> float:
-        """Tokens per second after the first step that gave any."""
-        rest = self.num_tokens - self.num_requests
-        return rest / (self.total - self.first_token) if rest and self.total > self.first_token else 0.0
+        """Tokens per second once every request has its first one: no prompt is read any more."""
+        rest = self.num_tokens - self.tokens_by_then
+        return rest / (self.total - self.all_started) if rest and self.total > self.all_started else 0.0
 
     @property
     def output_rate(self) -> float:
@@ -50,11 +52,20 @@ def run_batch(llm: LLM, prompts: Sequence[list[int]], num_tokens: int) -> Timing
     salt = f"run {next(_runs)}"
     started = time.perf_counter()
     outputs = [llm.engine.submit(prompt, params, cache_salt=salt) for prompt in prompts]
-    first = 0.0
+    first = all_started = 0.0
+    by_then = 0
+
+    def count() -> int:
+        return sum(len(output.outputs[0].token_ids) for output in outputs)
+
     while any(not output.finished for output in outputs):
-        if llm.engine.step() and not first:
-            first = time.perf_counter() - started
-    return Timing(first, time.perf_counter() - started, sum(len(o.outputs[0].token_ids) for o in outputs), len(outputs))
+        if not llm.engine.step() or all_started:
+            continue
+        now = time.perf_counter() - started
+        first = first or now
+        if all(output.outputs[0].token_ids for output in outputs):
+            all_started, by_then = now, count()
+    return Timing(first, all_started, by_then, time.perf_counter() - started, count())
 
 
 def median(values: Sequence[float]) -> float:

@@ -62,9 +62,8 @@ class Peer:
         """Generate `num_tokens` greedy tokens for each of some equally long prompts."""
         answer = self._ask({"op": "run", "prompts": list(prompts), "num_tokens": num_tokens})
         try:
-            timing = Timing(
-                float(answer["first_token"]), float(answer["total"]), int(answer["num_tokens"]), len(prompts)
-            )
+            started, by_then = float(answer["first_token"]), int(answer.get("tokens_by_then", len(prompts)))
+            timing = Timing(started, started, by_then, float(answer["total"]), int(answer["num_tokens"]))
         except (KeyError, TypeError, ValueError):
             raise PeerError(f"{self.name} answered {answer!r}, which is no timing") from None
         wanted = len(prompts) * num_tokens

@@ -6,12 +6,13 @@ It may import nothing of Headrace. Standard input brings one request a line, sta
 
     {"op": "load", "model": PATH, "dtype": "float32"|"bfloat16", "threads": N}  ->  {"ok": true, "name": "NAME VERSION"}
     {"op": "run", "prompts": [[token id ...] ...], "num_tokens": N}
-                           ->  {"ok": true, "first_token": SECONDS, "total": SECONDS, "num_tokens": GENERATED}
+             ->  {"ok": true, "first_token": SECONDS, "tokens_by_then": N, "total": SECONDS, "num_tokens": GENERATED}
     {"op": "quit"}         ->  the process ends
     what went wrong        ->  {"ok": false, "error": "..."}
 
 A run generates exactly `num_tokens` greedy tokens for each prompt, all of one length, in one batch; its times start
-when the token ids are there. Whatever libraries print goes to standard error. Any script that speaks this can be a
+when the token ids are there. `first_token`: when every prompt has its first one; `tokens_by_then`: one a prompt if left
+out. Whatever libraries print goes to standard error. Any script that speaks this can be a
 peer.
 """
 
@@ -38,7 +39,7 @@ class TransformersPeer:
         short = {"float32": "fp32", "bfloat16": "bf16"}.get(dtype, dtype)
         return f"transformers {transformers.__version__} {short}"
 
-    def run(self, prompts: list[list[int]], num_tokens: int) -> tuple[float, float, int]:
+    def run(self, prompts: list[list[int]], num_tokens: int) -> tuple[float, int, float, int]:
         torch = self._torch
         started = time.perf_counter()
         first = 0.0
@@ -49,7 +50,7 @@ class TransformersPeer:
                 ids, cache = out.logits[:, -1].argmax(-1, keepdim=True), out.past_key_values
                 ids[0, 0].item()  # the token is known
                 first = first or time.perf_counter() - started
-        return first, time.perf_counter() - started, len(prompts) * num_tokens
+        return first, len(prompts), time.perf_counter() - started, len(prompts) * num_tokens
 
 
 class LlamaCppPeer:
@@ -72,7 +73,7 @@ class LlamaCppPeer:
         self._room = (0, 0)
         return f"llama.cpp (llama-cpp-python {llama_cpp.__version__})"
 
-    def run(self, prompts: list[list[int]], num_tokens: int) -> tuple[float, float, int]:
+    def run(self, prompts: list[list[int]], num_tokens: int) -> tuple[float, int, float, int]:
         lib, count, length = self._lib, len(prompts), len(prompts[0])
         self._make_room(count, length + num_tokens)
         lib.llama_memory_clear(lib.llama_get_memory(self._context), True)
@@ -85,7 +86,7 @@ class LlamaCppPeer:
                 entries = [(token, position, sequence, True) for sequence, token in enumerate(tokens)]
                 self._decode(batch, entries)
                 tokens = [self._best(index) for index in range(count)]
-            return first, time.perf_counter() - started, count * num_tokens
+            return first, count, time.perf_counter() - started, count * num_tokens
         finally:
             lib.llama_batch_free(batch)
 
@@ -149,12 +150,12 @@ class OpenVinoPeer:
         kind = "GGUF" if os.path.isfile(model) else os.path.basename(os.path.normpath(model))
         return f"openvino-genai {version('openvino-genai')} {kind}"
 
-    def run(self, prompts: list[list[int]], num_tokens: int) -> tuple[float, float, int]:
+    def run(self, prompts: list[list[int]], num_tokens: int) -> tuple[float, int, float, int]:
         config = self._genai.GenerationConfig()
         config.max_new_tokens = config.min_new_tokens = num_tokens
         config.ignore_eos, config.do_sample = True, False
         tensors = [self._openvino.Tensor(self._np.array([prompt], self._np.int64)) for prompt in prompts]
-        started, first = time.perf_counter(), 0.0
+        started, first, by_then = time.perf_counter(), 0.0, 0
         handles = [self._pipeline.add_request(number, tensor, config) for number, tensor in enumerate(tensors)]
         counts = [0] * len(handles)
         while self._pipeline.has_non_finished_requests():
@@ -163,8 +164,8 @@ class OpenVinoPeer:
                 if handle.can_read():
                     counts[number] += sum(len(part.generated_ids) for part in handle.read().values())
             if not first and all(counts):
-                first = time.perf_counter() - started
-        return first, time.perf_counter() - started, sum(counts)
+                first, by_then = time.perf_counter() - started, sum(counts)
+        return first, by_then, time.perf_counter() - started, sum(counts)
 
 
 PEERS = {"transformers": TransformersPeer, "llama.cpp": LlamaCppPeer, "openvino": OpenVinoPeer}
@@ -182,8 +183,9 @@ def main() -> int:
             if request["op"] == "load":
                 answer = {"ok": True, "name": peer.load(request["model"], request["dtype"], request["threads"])}
             else:
-                first, total, count = peer.run(request["prompts"], request["num_tokens"])
-                answer = {"ok": True, "first_token": first, "total": total, "num_tokens": count}
+                first, by_then, total, count = peer.run(request["prompts"], request["num_tokens"])
+                answer = {"ok": True, "first_token": first, "tokens_by_then": by_then}
+                answer |= {"total": total, "num_tokens": count}
         except Exception as error:
             answer = {"ok": False, "error": f"{type(error).__name__}: {error}"}
         answers.write(json.dumps(answer) + "\n")
