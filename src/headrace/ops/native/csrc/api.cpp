@@ -85,8 +85,7 @@ Tokens16 quantized_tokens(const float* x, ptrdiff_t x_stride, int tokens, int k)
   out.scales = out.sums + count * blocks * 4;
   ranges(tokens, static_cast<int64_t>(tokens) * k * 4, [&](int64_t first, int64_t last) {
     for (int64_t t = first; t < last; ++t)
-      kernels->quantize16(x + t * x_stride, k, out.q + t * k, out.sums + t * static_cast<int64_t>(blocks) * 4,
-                          out.scales + t * static_cast<int64_t>(scales));
+      kernels->quantize16(x + t * x_stride, k, static_cast<int>(t), tokens, out);
   });
   return out;
 }
@@ -102,8 +101,7 @@ Tokens8 tokens_in_bytes(const float* x, ptrdiff_t x_stride, int tokens, int k) {
   out.scales = out.sums + count * blocks * 4;
   ranges(tokens, static_cast<int64_t>(tokens) * k * 4, [&](int64_t first, int64_t last) {
     for (int64_t t = first; t < last; ++t)
-      kernels->quantize_int8(x + t * x_stride, k, out.q + t * k, out.sums + t * static_cast<int64_t>(blocks) * 4,
-                             out.scales + t * static_cast<int64_t>(blocks));
+      kernels->quantize_int8(x + t * x_stride, k, static_cast<int>(t), tokens, out);
   });
   return out;
 }
@@ -260,7 +258,7 @@ struct LinearCall {
     ranges(total, total * kPanel * k * tokens / 8, [&](int64_t first, int64_t last) {
       PanelJob job;
       job.k = k;
-      job.tokens = tokens;
+      job.tokens = job.all_tokens = tokens;
       job.x = x;
       job.x_stride = x_stride;
       job.x16 = x16;

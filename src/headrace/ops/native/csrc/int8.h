@@ -19,20 +19,18 @@ struct Int8Block {
   f d[Quad::kScales][kTogether], m[kTogether];
 };
 
-// What a group of tokens reads; strides are from token to token. sums: four words of a block, as in planes.h, but the
+// What a group of tokens reads of a block: [tokens][32], [tokens][4], [tokens]. sums: four words as in planes.h, but the
 // last is the sum of all q times their scale.
 struct Int8Inputs {
   const int8_t* q;
   const float *sums, *scales;
-  ptrdiff_t q_stride, blocks;
 };
 
-// Adds a block's products to the sums of kTokens tokens [tokens][32]; block number `at` of the inputs.
+// Adds a block's products to the sums of kTokens tokens [tokens][32].
 template <class Quad, int kTokens>
-INLINE void add_int8_block(const Int8Block<Quad>& block, const Int8Inputs& in, int at, float* out) {
+INLINE void add_int8_block(const Int8Block<Quad>& block, const Int8Inputs& in, float* out) {
   constexpr int kQuads = 8 / Quad::kScales;
   constexpr bool kSigned = Int8Block<Quad>::kSigned, kOffset = Quad::kOffset != 0 && !kSigned;
-  const int8_t* q = in.q + at * kBlock;
 #pragma GCC unroll 2
   for (int part = 0; part < Quad::kScales; ++part) {
     i dots[kTokens][kTogether];
@@ -42,14 +40,14 @@ INLINE void add_int8_block(const Int8Block<Quad>& block, const Int8Inputs& in, i
     for (int quad = part * kQuads; quad < (part + 1) * kQuads; ++quad)
 #pragma GCC unroll 4
       for (int t = 0; t < kTokens; ++t) {
-        const i x = quad_everywhere(q + t * in.q_stride + 4 * quad);
+        const i x = quad_everywhere(in.q + t * kBlock + 4 * quad);
         for (int p = 0; p < kTogether; ++p)
           dots[t][p] = kSigned ? dot8_signed(dots[t][p], block.w[p][quad], x) : dot8(dots[t][p], block.w[p][quad], x);
       }
     asm volatile("" ::: "memory");  // sums are not to be loaded earlier: there is no register for them
     for (int t = 0; t < kTokens; ++t) {
-      const float* sums = in.sums + (t * in.blocks + at) * 4;
-      const f scale = set1(in.scales[t * in.blocks + at]);
+      const float* sums = in.sums + t * 4;
+      const f scale = set1(in.scales[t]);
       i offset = zero_words();
       if constexpr (kOffset) offset = word_everywhere(sums + (Quad::kScales == 2 ? part : 2));
       f sum = zero();
@@ -66,16 +64,16 @@ INLINE void add_int8_block(const Int8Block<Quad>& block, const Int8Inputs& in, i
 }
 
 template <class Quad>
-INLINE void add_int8_tokens(const Int8Block<Quad>& block, Int8Inputs in, int at, int tokens, float* out) {
+INLINE void add_int8_tokens(const Int8Block<Quad>& block, Int8Inputs in, int tokens, float* out) {
   for (; tokens >= kInt8Group; tokens -= kInt8Group, out += kInt8Group * kPanel) {
-    add_int8_block<Quad, kInt8Group>(block, in, at, out);
-    in.q += kInt8Group * in.q_stride;
-    in.sums += kInt8Group * in.blocks * 4;
-    in.scales += kInt8Group * in.blocks;
+    add_int8_block<Quad, kInt8Group>(block, in, out);
+    in.q += kInt8Group * kBlock;
+    in.sums += kInt8Group * 4;
+    in.scales += kInt8Group;
   }
-  if (tokens == 3) add_int8_block<Quad, 3>(block, in, at, out);
-  else if (tokens == 2) add_int8_block<Quad, 2>(block, in, at, out);
-  else if (tokens == 1) add_int8_block<Quad, 1>(block, in, at, out);
+  if (tokens == 3) add_int8_block<Quad, 3>(block, in, out);
+  else if (tokens == 2) add_int8_block<Quad, 2>(block, in, out);
+  else if (tokens == 1) add_int8_block<Quad, 1>(block, in, out);
 }
 
 template <int kFormat>
@@ -86,7 +84,6 @@ NOINLINE static void int8_products(const PanelJob& job) {
   Decoder decoder{};
   Int8Block<Quad> block;
   const ptrdiff_t blocks = job.k / kBlock;
-  const Int8Inputs in{job.x8.q, job.x8.sums, job.x8.scales, job.k, blocks};
   const uint8_t* weights = job.weights;
   float* sums = job.scratch;
   for (int e = 0; e < job.tokens * kPanel; e += W) store(sums + e, zero());
@@ -96,6 +93,8 @@ NOINLINE static void int8_products(const PanelJob& job) {
       weights += info.header_bytes;
     }
     for (int line = 0; line < info.block_bytes; line += 64) prefetch(weights + kPrefetch + line);
+    const ptrdiff_t before = at * job.all_tokens;
+    const Int8Inputs in{job.x8.q + before * kBlock, job.x8.sums + before * 4, job.x8.scales + before};
     decoder.open(weights);
     Decoder half = decoder;  // of the second half's scales, where there are two
     if constexpr (Quad::kScales == 2) half.open_half(1);
@@ -109,7 +108,7 @@ NOINLINE static void int8_products(const PanelJob& job) {
         if constexpr (Quad::kScales == 2) block.d[1][p] = half.d[first + p];
         if constexpr (Quad::kHasMin) block.m[p] = decoder.m[first + p];
       }
-      add_int8_tokens(block, in, at, job.tokens, sums + first * W);
+      add_int8_tokens(block, in, job.tokens, sums + first * W);
     }
   }
   for (int t = 0; t < job.tokens; ++t) {
@@ -119,20 +118,38 @@ NOINLINE static void int8_products(const PanelJob& job) {
   }
 }
 
-// Rounds a token to bytes.
-static void quantize_int8(const float* x, int k, int8_t* q, float* sums, float* scales) {
-  for (int block = 0; block < k; block += kBlock, q += kBlock, sums += 4, ++scales) {
-    float inverse;
-    const bool finite = integer_scale(x + block, kBlock, kLargest8, scales, &inverse);
-    int32_t halves[2] = {0, 0};
-    for (int e = 0; e < kBlock; e += W) {
-      const i rounded = finite ? round_words(mul(load(x + block + e), set1(inverse))) : zero_words();
-      store_bytes(reinterpret_cast<uint8_t*>(q) + e, rounded);
-      halves[e / 16] += reduce_add_words(rounded);
+// Rounds a token to bytes, in steps that each do one thing for many blocks: what a block waits for, others fill.
+static void quantize_int8(const float* x, int k, int token, int tokens, const Tokens8& to) {
+  constexpr int kMost = 64;
+  int8_t* q = to.q + static_cast<ptrdiff_t>(token) * kBlock;
+  float *sums = to.sums + static_cast<ptrdiff_t>(token) * 4, *scales = to.scales + token;
+  const ptrdiff_t step = tokens;
+  for (int start = 0; start < k; start += kMost * kBlock) {
+    const int count = (k - start < kMost * kBlock ? k - start : kMost * kBlock) / kBlock;
+    float largest[kMost], scale[kMost], inverse[kMost];
+    for (int block = 0; block < count; ++block) {
+      i most = zero_words();  // of the bits without the sign, in whose order infinities and NaN come last
+      for (int e = 0; e < kBlock; e += W) most = max_words(most, magnitude(load(x + start + block * kBlock + e)));
+      const int32_t bits = reduce_max_words(most);
+      __builtin_memcpy(largest + block, &bits, 4);
     }
-    const int32_t offsets[3] = {32 * halves[0], 32 * halves[1], 128 * (halves[0] + halves[1])};
-    __builtin_memcpy(sums, offsets, sizeof offsets);
-    sums[3] = *scales * static_cast<float>(halves[0] + halves[1]);
+    for (int block = 0; block < count; ++block) {
+      const bool finite = largest[block] < __builtin_inff(), some = finite && largest[block] >= 1e-30f;
+      inverse[block] = some ? kLargest8 / largest[block] : 0.0f;
+      scale[block] = some ? largest[block] / kLargest8 : finite ? 0.0f : __builtin_nanf("");
+    }
+    for (int block = 0; block < count; ++block, q += step * kBlock, sums += step * 4, scales += step) {
+      const float* at = x + start + block * kBlock;
+      int32_t halves[2] = {0, 0};
+      for (int e = 0; e < kBlock; e += W) {
+        const bool finite = scale[block] == scale[block];
+        const i rounded = finite ? round_words(mul(load(at + e), set1(inverse[block]))) : zero_words();
+        halves[e / 16] += store_bytes_and_sum(reinterpret_cast<uint8_t*>(q) + e, rounded);
+      }
+      store_offsets(sums, halves[0], halves[1]);
+      sums[3] = scale[block] * static_cast<float>(halves[0] + halves[1]);
+      *scales = scale[block];
+    }
   }
 }
 
@@ -154,9 +171,9 @@ static void int8_panel(const PanelJob& whole) {
   for (int left = whole.tokens; left > 0; left -= job.tokens) {
     job.tokens = left < kInt8Pass ? left : kInt8Pass;
     kInt8.of[job.format](job);
-    job.x8.q += static_cast<ptrdiff_t>(job.tokens) * job.k;
-    job.x8.sums += static_cast<ptrdiff_t>(job.tokens) * (job.k / kBlock) * 4;
-    job.x8.scales += static_cast<ptrdiff_t>(job.tokens) * (job.k / kBlock);
+    job.x8.q += job.tokens * kBlock;
+    job.x8.sums += job.tokens * 4;
+    job.x8.scales += job.tokens;
     job.out += job.tokens * job.out_stride;
   }
 }

@@ -54,20 +54,20 @@ inline size_t panel_bytes(int format, int k) {
   return blocks * info.block_bytes + (blocks + kSuper - 1) / kSuper * info.header_bytes;
 }
 
-// Tokens as 16-bit integers: x = q * scale, one scale for 256 k. In what order the q of a block lie, and which exact
-// sums of them are kept, is the path's own affair.
+// Tokens as 16-bit integers: x = q * scale, one scale for 256 k. In what order the q lie, and which exact sums of them
+// are kept, is the path's own affair.
 struct Tokens16 {
-  int16_t* q;     // [tokens][k]
+  int16_t* q;     // memory for [tokens][k]
   float* sums;    // memory for four words a block of 32 k
-  float* scales;  // [tokens][blocks of 256]
+  float* scales;  // memory for [tokens][blocks of 256]
 };
 constexpr float kLargest16 = 32639.0f;  // of a q: its two bytes are -127 .. 127 and -128 .. 127
 
 // Tokens as signed bytes: x = q * scale, one scale for 32 k.
 struct Tokens8 {
-  int8_t* q;      // [tokens][k]
-  float* sums;    // [tokens][blocks of 32][4]: see int8.h
-  float* scales;  // [tokens][blocks of 32]
+  int8_t* q;      // [blocks of 32][tokens][32]
+  float* sums;    // [blocks of 32][tokens][4]: see int8.h
+  float* scales;  // [blocks of 32][tokens]
 };
 constexpr float kLargest8 = 127.0f;
 
@@ -75,6 +75,7 @@ constexpr float kLargest8 = 127.0f;
 struct PanelJob {
   const uint8_t* weights;
   int format, k, valid, tokens;
+  int all_tokens;  // that x16 and x8 hold
   const float* x;
   ptrdiff_t x_stride;
   float* out;
@@ -130,9 +131,9 @@ struct Kernels {
   void (*linear_panel)(const PanelJob& job);
   size_t (*linear_scratch)();  // floats
   void (*linear16_panel)(const PanelJob& job);  // null: this path has no 16-bit products
-  void (*quantize16)(const float* x, int k, int16_t* q, float* sums, float* scales);
+  void (*quantize16)(const float* x, int k, int token, int tokens, const Tokens16& to);  // token `token` of `tokens`
   void (*int8_panel)(const PanelJob& job);  // null: this path has no products of bytes
-  void (*quantize_int8)(const float* x, int k, int8_t* q, float* sums, float* scales);
+  void (*quantize_int8)(const float* x, int k, int token, int tokens, const Tokens8& to);
   void (*bf16_panel)(const PanelJob& job);  // null: this path has no products in bfloat16
   size_t (*bf16_scratch)();                 // floats
   void (*round_bf16)(const float* x, int k, uint16_t* row);

@@ -31,9 +31,9 @@ INLINE const uint8_t* walk(const uint8_t* weights, int count, Use use) {
   return weights;
 }
 
-// Scale of `count` inputs that become integers up to `most_integer`, and its inverse. False if an input is not finite: the
-// scale is NaN then, and with it the token's results. A scale too small to be inverted is as good as none.
-INLINE bool integer_scale(const float* x, int count, float most_integer, float* scale, float* inverse) {
+// Scale of up to 256 inputs that become 16-bit integers, and its inverse. False if an input is not finite: the scale is
+// NaN then, and with it the token's results. A scale too small to be inverted is as good as none.
+INLINE bool scale16(const float* x, int count, float* scale, float* inverse) {
   f most = zero(), poison = zero();  // poison: 0, or NaN where an input is not finite
   for (int e = 0; e < count; e += W) {
     const f value = load(x + e);
@@ -42,8 +42,8 @@ INLINE bool integer_scale(const float* x, int count, float most_integer, float* 
   }
   const float largest = reduce_max(most);
   const bool finite = reduce_add(poison) == 0.0f, none = largest < 1e-30f;
-  *inverse = !finite || none ? 0.0f : most_integer / largest;
-  *scale = !finite ? __builtin_nanf("") : none ? 0.0f : largest / most_integer;
+  *inverse = !finite || none ? 0.0f : kLargest16 / largest;
+  *scale = !finite ? __builtin_nanf("") : none ? 0.0f : largest / kLargest16;
   return finite;
 }
 

@@ -61,12 +61,15 @@ struct Pairs<Bytes<kWide>> : BytePairs<Bytes<kWide>> {};
 template <>
 struct Pairs<GroupBytes> : BytePairs<GroupBytes> {};
 
-// Rounds a token to 16-bit integers, in the order of pairs.
-static void quantize16(const float* x, int k, int16_t* q, float* sums, float* scales) {
+// Rounds a token to 16-bit integers, in the order of pairs: [tokens][k].
+static void quantize16(const float* x, int k, int token, int, const Tokens16& to) {
+  int16_t* q = to.q + static_cast<ptrdiff_t>(token) * k;
+  float* sums = to.sums + static_cast<ptrdiff_t>(token) * (k / kBlock) * 4;
+  float* scales = to.scales + static_cast<ptrdiff_t>(token) * ((k + 255) / 256);
   for (int start = 0; start < k; start += kBlock * kSuper) {
     const int count = k - start < kBlock * kSuper ? k - start : kBlock * kSuper;
     float inverse;
-    const bool finite = integer_scale(x + start, count, kLargest16, scales++, &inverse);
+    const bool finite = scale16(x + start, count, scales++, &inverse);
     for (int block = start; block < start + count; block += kBlock) {
       i sum = zero_words();
       for (int e = 0; e < kBlock; e += W) {

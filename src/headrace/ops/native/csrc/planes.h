@@ -4,7 +4,8 @@
 // An input q is 256 * high + low, two signed bytes, and a weight is an unsigned byte (less a constant, which is taken
 // off by the sum of the inputs). Four products are summed into 32 bits at once, so two planes cost what 16-bit products
 // of pairs cost, but bytes come out of packed words with half the work. All 32 k of a block for all 32 outputs fit
-// half of the registers: they are unpacked once for as many tokens as there are, which go by in groups of four.
+// half of the registers: they are unpacked once for as many tokens as there are, which go by in groups: of four, and where
+// there are many of six, if registers do for that; a group's sums are chains of 16 products, too few of which would wait.
 
 // One block in registers. d: of each of the block's scales.
 template <class Plane>
@@ -33,21 +34,19 @@ INLINE const uint8_t* open_planes(const uint8_t* weights, typename DecoderOf<kFo
   return weights + info.block_bytes;
 }
 
-// What a group of tokens reads: its planes [blocks][64], and four words of a block: what a weight's offset adds to the
-// first half (times 32, a whole number), to the second half, to both (times 128), and the sum of all q as a float32.
+// What a group of tokens reads of a block: its planes [tokens][64], and four words a token: what a weight's offset adds to
+// the first half (times 32, a whole number), to the second half, to both (times 128), and the sum of all q as a float32.
+// A block's tokens lie together: tokens whose blocks lay together would be as many lines, and pages, apart.
 struct PlaneInputs {
   const int8_t* q;
   const float* sums;
-  ptrdiff_t q_stride, sums_stride;  // from token to token
 };
 
-// Adds a block's products to the parts of kTokens tokens [tokens][32], which begin with the stretch's first block; block
-// number `at` of the inputs.
+// Adds a block's products to the parts of kTokens tokens [tokens][32], which begin with the stretch's first block.
 template <class Plane, bool kFirst, int kTokens>
-INLINE void add_block(const PlaneBlock<Plane>& block, const PlaneInputs& in, int at, float* parts) {
-  constexpr bool kApart = kTokens <= 2;  // few chains of sums: twice as many, since their latency would show
+INLINE void add_block(const PlaneBlock<Plane>& block, const PlaneInputs& in, float* parts) {
+  constexpr bool kApart = kTokens <= 3;  // few chains of sums: twice as many, since their latency would show
   constexpr int kQuads = 8 / Plane::kScales;
-  const int8_t* q = in.q + at * 64;
 #pragma GCC unroll 2
   for (int part = 0; part < Plane::kScales; ++part) {
     i dots[kTokens][P], lows[kTokens][P];
@@ -55,9 +54,9 @@ INLINE void add_block(const PlaneBlock<Plane>& block, const PlaneInputs& in, int
       for (int p = 0; p < P; ++p) dots[t][p] = lows[t][p] = zero_words();
 #pragma GCC unroll 8
     for (int quad = part * kQuads; quad < (part + 1) * kQuads; ++quad)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int t = 0; t < kTokens; ++t) {
-        const i x = quad_everywhere(q + t * in.q_stride + 4 * quad);
+        const i x = quad_everywhere(in.q + t * 64 + 4 * quad);
         for (int p = 0; p < P; ++p) dots[t][p] = dot8(dots[t][p], block.w[p][quad], x);
       }
     for (int t = 0; t < kTokens; ++t) {
@@ -65,9 +64,9 @@ INLINE void add_block(const PlaneBlock<Plane>& block, const PlaneInputs& in, int
     }
 #pragma GCC unroll 8
     for (int quad = part * kQuads; quad < (part + 1) * kQuads; ++quad)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int t = 0; t < kTokens; ++t) {
-        const i x = quad_everywhere(q + t * in.q_stride + 32 + 4 * quad);
+        const i x = quad_everywhere(in.q + t * 64 + 32 + 4 * quad);
         for (int p = 0; p < P; ++p) {
           i& sum = kApart ? lows[t][p] : dots[t][p];
           sum = dot8(sum, block.w[p][quad], x);
@@ -75,7 +74,7 @@ INLINE void add_block(const PlaneBlock<Plane>& block, const PlaneInputs& in, int
       }
     asm volatile("" ::: "memory");  // parts are not to be loaded earlier: there is no register for them
     for (int t = 0; t < kTokens; ++t) {
-      const float* sums = in.sums + t * in.sums_stride + 4 * at;
+      const float* sums = in.sums + t * 4;
       i offset = zero_words();
       if constexpr (Plane::kOffset != 0) offset = word_everywhere(sums + (Plane::kScales == 2 ? part : 2));
       f sum = zero();
@@ -92,13 +91,14 @@ INLINE void add_block(const PlaneBlock<Plane>& block, const PlaneInputs& in, int
   }
 }
 
-constexpr int kPlaneGroup = 4, kPlanePass = 128;  // tokens: of a group, and of a pass over the panel
+constexpr int kPlanePass = 128;  // tokens of a pass over the panel
+constexpr int kMany = 12;        // tokens from which larger groups pay
 
 // out = scale * parts, added to what earlier stretches of k left in `sums`.
 INLINE void add_stretch(const PanelJob& job, int stretch, const float* parts, float* sums) {
   const ptrdiff_t stretches = (job.k + 255) / 256;
   for (int t = 0; t < job.tokens; ++t) {
-    const f scale = set1(job.x16.scales[t * stretches + stretch]);
+    const f scale = set1(job.x16.scales[static_cast<ptrdiff_t>(stretch) * job.all_tokens + t]);
     f total[P];
     for (int p = 0; p < P; ++p) {
       float* kept = sums + t * kPanel + p * W;
@@ -110,25 +110,28 @@ INLINE void add_stretch(const PanelJob& job, int stretch, const float* parts, fl
 }
 
 // A block for all tokens.
-template <class Plane, bool kFirst>
-INLINE void add_tokens(const PlaneBlock<Plane>& block, PlaneInputs in, int at, int tokens, float* parts) {
-  for (; tokens >= kPlaneGroup; tokens -= kPlaneGroup, parts += kPlaneGroup * kPanel) {
-    add_block<Plane, kFirst, kPlaneGroup>(block, in, at, parts);
-    in.q += kPlaneGroup * in.q_stride;
-    in.sums += kPlaneGroup * in.sums_stride;
+template <class Plane, bool kFirst, int kGroup>
+INLINE void add_tokens(const PlaneBlock<Plane>& block, PlaneInputs in, int tokens, float* parts) {
+  for (; tokens >= kGroup; tokens -= kGroup, parts += kGroup * kPanel) {
+    add_block<Plane, kFirst, kGroup>(block, in, parts);
+    in.q += kGroup * 64;
+    in.sums += kGroup * 4;
   }
-  if (tokens == 3) add_block<Plane, kFirst, 3>(block, in, at, parts);
-  else if (tokens == 2) add_block<Plane, kFirst, 2>(block, in, at, parts);
-  else if (tokens == 1) add_block<Plane, kFirst, 1>(block, in, at, parts);
+  if (kGroup > 5 && tokens == 5) add_block<Plane, kFirst, 5>(block, in, parts);
+  else if (kGroup > 4 && tokens == 4) add_block<Plane, kFirst, 4>(block, in, parts);
+  else if (tokens == 3) add_block<Plane, kFirst, 3>(block, in, parts);
+  else if (tokens == 2) add_block<Plane, kFirst, 2>(block, in, parts);
+  else if (tokens == 1) add_block<Plane, kFirst, 1>(block, in, parts);
 }
 
-template <int kFormat>
+template <int kFormat, int kGroup>
 NOINLINE static void planes(const PanelJob& job) {
   using Decoder = typename DecoderOf<kFormat>::type;
   using Plane = Quads<Decoder>;
   Decoder decoder{};
   PlaneBlock<Plane> block;
-  const PlaneInputs in{reinterpret_cast<const int8_t*>(job.x16.q), job.x16.sums, 2 * job.k, job.k / kBlock * 4};
+  const PlaneInputs in{reinterpret_cast<const int8_t*>(job.x16.q), job.x16.sums};
+  const auto of_block = [&](ptrdiff_t at) { return PlaneInputs{in.q + at * job.all_tokens * 64, in.sums + at * job.all_tokens * 4}; };
   const uint8_t* weights = job.weights;
   float *parts = job.scratch, *sums = job.scratch + kPlanePass * kPanel;
   for (int at = 0; at < job.k / kBlock;) {
@@ -138,23 +141,25 @@ NOINLINE static void planes(const PanelJob& job) {
     }
     const int stretch = at / kSuper, end = job.k / kBlock - at < kSuper ? job.k / kBlock : at + kSuper;
     weights = open_planes<kFormat>(weights, decoder, block);
-    add_tokens<Plane, true>(block, in, at, job.tokens, parts);
+    add_tokens<Plane, true, kGroup>(block, of_block(at), job.tokens, parts);
     for (++at; at < end; ++at) {
       weights = open_planes<kFormat>(weights, decoder, block);
-      add_tokens<Plane, false>(block, in, at, job.tokens, parts);
+      add_tokens<Plane, false, kGroup>(block, of_block(at), job.tokens, parts);
     }
     add_stretch(job, stretch, parts, sums);
   }
 }
 
 // Rounds a token to 16-bit integers: a block's 32 high bytes, then its 32 low ones. 127 * 256 + 127 is the largest.
-static void quantize_planes(const float* x, int k, int16_t* to, float* sums, float* scales) {
-  uint8_t* q = reinterpret_cast<uint8_t*>(to);
+static void quantize_planes(const float* x, int k, int token, int tokens, const Tokens16& to) {
+  uint8_t* q = reinterpret_cast<uint8_t*>(to.q) + static_cast<ptrdiff_t>(token) * 64;
+  float *sums = to.sums + static_cast<ptrdiff_t>(token) * 4, *scales = to.scales + token;
   for (int start = 0; start < k; start += kBlock * kSuper) {
     const int count = k - start < kBlock * kSuper ? k - start : kBlock * kSuper;
     float inverse;
-    const bool finite = integer_scale(x + start, count, kLargest16, scales++, &inverse);
-    for (int block = start; block < start + count; block += kBlock, q += 2 * kBlock, sums += 4) {
+    const bool finite = scale16(x + start, count, scales, &inverse);
+    scales += tokens;
+    for (int block = start; block < start + count; block += kBlock, q += ptrdiff_t{64} * tokens, sums += ptrdiff_t{4} * tokens) {
       int32_t halves[2];
       for (int half = 0; half < 2; ++half) {
         const i rounded =
@@ -164,8 +169,7 @@ static void quantize_planes(const float* x, int k, int16_t* to, float* sums, flo
         store_bytes(q + kBlock + half * W, rounded);  // the lowest byte of each
         halves[half] = reduce_add_words(rounded);
       }
-      const int32_t offsets[3] = {32 * halves[0], 32 * halves[1], 128 * (halves[0] + halves[1])};
-      __builtin_memcpy(sums, offsets, sizeof offsets);
+      store_offsets(sums, halves[0], halves[1]);
       sums[3] = static_cast<float>(halves[0] + halves[1]);
     }
   }
@@ -174,11 +178,15 @@ static void quantize_planes(const float* x, int k, int16_t* to, float* sums, flo
 using PlanesFunction = void (*)(const PanelJob&);
 
 struct PlanesTable {
-  PlanesFunction of[kNumFormats];
+  PlanesFunction few[kNumFormats], many[kNumFormats];
+  template <int kFormat>
+  void add() {
+    few[kFormat] = planes<kFormat, 4>;
+    many[kFormat] = planes<kFormat, Quads<typename DecoderOf<kFormat>::type>::kMost>;
+  }
   void fill() {
-    of[Q4_0] = planes<Q4_0>, of[Q4_1] = planes<Q4_1>, of[Q5_0] = planes<Q5_0>, of[Q5_1] = planes<Q5_1>;
-    of[Q8_0] = planes<Q8_0>, of[Q4_K] = planes<Q4_K>, of[Q5_K] = planes<Q5_K>, of[Q6_K] = planes<Q6_K>;
-    of[I8] = planes<I8>, of[Q4_64] = planes<Q4_64>, of[Q8_64] = planes<Q8_64>;
+    add<Q4_0>(), add<Q4_1>(), add<Q5_0>(), add<Q5_1>(), add<Q8_0>(), add<Q4_K>(), add<Q5_K>(), add<Q6_K>();
+    add<I8>(), add<Q4_64>(), add<Q8_64>();
   }
 };
 static PlanesTable kPlanes;
@@ -187,10 +195,10 @@ static void planes_panel(const PanelJob& whole) {
   PanelJob job = whole;
   for (int left = whole.tokens; left > 0; left -= job.tokens) {
     job.tokens = left < kPlanePass ? left : kPlanePass;
-    kPlanes.of[job.format](job);
-    job.x16.q += static_cast<ptrdiff_t>(job.tokens) * job.k;
-    job.x16.sums += static_cast<ptrdiff_t>(job.tokens) * (job.k / kBlock) * 4;
-    job.x16.scales += static_cast<ptrdiff_t>(job.tokens) * ((job.k + 255) / 256);
+    (job.tokens < kMany ? kPlanes.few : kPlanes.many)[job.format](job);
+    job.x16.q += job.tokens * 32;
+    job.x16.sums += job.tokens * 4;
+    job.x16.scales += job.tokens;
     job.out += job.tokens * job.out_stride;
   }
 }

@@ -1,15 +1,24 @@
 // How the bytes of a block's weights come out of its packed words. Included inside a code path's namespace by the two
 // kinds of products that take bytes, planes.h and int8.h.
 
+// What offsets add to the products of a block whose halves' inputs have these sums. One word after the other: gathered in
+// an array first they would be copied before they are there, which takes longer than all else.
+INLINE void store_offsets(float* to, int32_t first, int32_t second) {
+  const int32_t low = 32 * first, high = 32 * second, both = 128 * (first + second);
+  __builtin_memcpy(to, &low, 4);
+  __builtin_memcpy(to + 1, &high, 4);
+  __builtin_memcpy(to + 2, &both, 4);
+}
+
 // unpack(decoder, p, w): bytes of quad q (k = 4q .. 4q+3) of vector p of the panel, for W outputs. A weight is such a byte
-// less kOffset; d is of 32 / kScales k.
+// less kOffset; d is of 32 / kScales k. kMost: tokens of a group of planes.h where there are many.
 template <class Decoder>
 struct Quads;
 
 template <bool kHigh, class Decoder>
 struct NibbleQuads {
   static constexpr bool kHasMin = true;
-  static constexpr int kScales = 1, kOffset = 0;
+  static constexpr int kScales = 1, kOffset = 0, kMost = 6;
   INLINE static void unpack(const Decoder& decoder, int p, i* w) {
 #pragma GCC unroll 4
     for (int z = 0; z < 4; ++z) {
@@ -36,7 +45,7 @@ struct Quads<GroupNibbles> : NibbleQuads<false, GroupNibbles> {};
 template <>
 struct Quads<SixBits> {
   static constexpr bool kHasMin = false;
-  static constexpr int kScales = 2, kOffset = 32;
+  static constexpr int kScales = 2, kOffset = 32, kMost = 4;
   INLINE static void unpack(const SixBits& decoder, int p, i* w) {
 #pragma GCC unroll 4
     for (int z = 0; z < 4; ++z) {
@@ -52,7 +61,7 @@ struct Quads<SixBits> {
 template <class Decoder>
 struct ByteQuads {
   static constexpr bool kHasMin = false;
-  static constexpr int kScales = 1, kOffset = 128;
+  static constexpr int kScales = 1, kOffset = 128, kMost = 4;
   INLINE static void unpack(const Decoder& decoder, int p, i* w) {
 #pragma GCC unroll 8
     for (int q = 0; q < 8; ++q) w[q] = words(decoder.at + (group_of(p) * 8 + q) * 64 + within(p));

@@ -120,14 +120,19 @@ INLINE i dot8(i sum, i a, i b) {
 }
 INLINE i dot8_signed(i sum, i a, i b) { return dot8(sum, _mm256_abs_epi8(a), _mm256_sign_epi8(b, a)); }
 INLINE i sub_words(i a, i b) { return _mm256_sub_epi32(a, b); }
-INLINE int32_t reduce_add_words(i w) {
-  const __m128i four = _mm_add_epi32(_mm256_castsi256_si128(w), _mm256_extracti128_si256(w, 1));
-  const __m128i two = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4E));
-  return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 0xB1)));
+INLINE i magnitude(f v) { return _mm256_and_si256(_mm256_castps_si256(v), _mm256_set1_epi32(0x7FFFFFFF)); }
+INLINE i max_words(i a, i b) { return _mm256_max_epi32(a, b); }
+INLINE int32_t reduce_max_words(i w) {
+  const __m128i four = _mm_max_epi32(_mm256_castsi256_si128(w), _mm256_extracti128_si256(w, 1));
+  const __m128i two = _mm_max_epi32(four, _mm_shuffle_epi32(four, 0x4E));
+  return _mm_cvtsi128_si32(_mm_max_epi32(two, _mm_shuffle_epi32(two, 0xB1)));
 }
-INLINE void store_bytes(uint8_t* p, i w) {  // the lowest byte of each word
+// The lowest byte of each word, and the sum of them as signed bytes.
+INLINE int32_t store_bytes_and_sum(uint8_t* p, i w) {
   const i lowest = _mm256_shuffle_epi8(w, _mm256_set1_epi32(0x0C080400));
-  const int32_t parts[2] = {_mm256_extract_epi32(lowest, 0), _mm256_extract_epi32(lowest, 4)};
-  __builtin_memcpy(p, parts, 8);
+  const __m128i bytes = _mm_unpacklo_epi32(_mm256_castsi256_si128(lowest), _mm256_extracti128_si256(lowest, 1));
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(p), bytes);
+  const __m128i sums = _mm_sad_epu8(_mm_xor_si128(bytes, _mm_set1_epi8(-128)), _mm_setzero_si128());
+  return _mm_cvtsi128_si32(sums) - 8 * 128;
 }
 INLINE void store_words(int32_t* p, i w) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), w); }

@@ -81,8 +81,18 @@ INLINE i or_words(i a, i b) { return _mm512_or_si512(a, b); }
 INLINE i add_words(i a, i b) { return _mm512_add_epi32(a, b); }
 INLINE i sub_words(i a, i b) { return _mm512_sub_epi32(a, b); }
 INLINE int32_t reduce_add_words(i w) { return _mm512_reduce_add_epi32(w); }
+INLINE i magnitude(f v) { return _mm512_and_si512(_mm512_castps_si512(v), _mm512_set1_epi32(0x7FFFFFFF)); }
+INLINE i max_words(i a, i b) { return _mm512_max_epi32(a, b); }
+INLINE int32_t reduce_max_words(i w) { return _mm512_reduce_max_epi32(w); }
 INLINE f to_floats(i w) { return _mm512_cvtepi32_ps(w); }
 INLINE i round_words(f v) { return _mm512_cvtps_epi32(v); }
 INLINE void store_bytes(uint8_t* p, i w) {  // the lowest byte of each word
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(w));
+}
+// The same, and the sum of them as signed bytes.
+INLINE int32_t store_bytes_and_sum(uint8_t* p, i w) {
+  const __m128i bytes = _mm512_cvtepi32_epi8(w);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
+  const __m128i sums = _mm_sad_epu8(_mm_xor_si128(bytes, _mm_set1_epi8(-128)), _mm_setzero_si128());
+  return _mm_cvtsi128_si32(sums) + _mm_extract_epi32(sums, 2) - 16 * 128;
 }
