@@ -1,7 +1,7 @@
-"""Speculation against plain decoding, in turns in one run, on the default model: look-ups on each kind of work, or the
-EAGLE head that comes with Headrace on MT-bench's first turns.
+"""Speculation against plain decoding, in turns in one run: look-ups on each kind of work, or the EAGLE head that comes
+with Headrace on MT-bench's first turns.
 
-    .venv/bin/python bench/speculation.py [--proposers ngram suffix auto] [--json bench/results/cpu/speculation.json]
+    .venv/bin/python bench/speculation.py [--model MODEL] [--mode MODE] [--json bench/results/cpu/speculation.json]
     .venv/bin/python bench/speculation.py --mt-bench question.jsonl --json bench/results/cpu/speculation_mt_bench.json
 
 Look-ups: greedy, one request at a time. MT-bench: greedy and at temperature 0.7, batches of 1 and 8, drafts of as many
@@ -18,10 +18,11 @@ import time
 from pathlib import Path
 
 from headrace import LLM, SamplingParams
+from headrace.bench.compare import describe
 from headrace.bench.measure import median
 from headrace.bench.results import Row, write_results
 
-CODE = """def add(a, b):
+SUMS = """def add(a, b):
     return a + b
 
 def subtract(a, b):
@@ -35,20 +36,62 @@ def divide(a, b):
         raise ZeroDivisionError("division by zero")
     return a / b
 """
-RECORDS = '[{"name": "Ada", "year": 1815}, {"name": "Alan", "year": 1912}, {"name": "Grace", "year": 1906}]'
+STACK = """class Stack:
+    def __init__(self):
+        self.items = []
+
+    def push(self, item):
+        self.items.append(item)
+
+    def pop(self):
+        if not self.items:
+            raise IndexError("pop from an empty stack")
+        return self.items.pop()
+
+    def __len__(self):
+        return len(self.items)
+"""
+RIVER = (
+    "The river rises in the hills and runs south for ninety miles. In spring the snow melts and the water covers the "
+    "meadows, so the farmers keep their cattle on the high ground until May. In summer children swim below the old "
+    "stone bridge, and in autumn the boats carry apples and wheat to the town."
+)
+BIRTHS = (
+    "Ada Lovelace was born in 1815 in London. Alan Turing was born in 1912 in London. Grace Hopper was born in 1906 in "
+    "New York. Emmy Noether was born in 1882 in Erlangen. Carl Gauss was born in 1777 in Brunswick."
+)
+PEOPLE = "\n".join(
+    f"name={name} age={age} city={city}"
+    for name, age, city in (
+        ("Ada", 36, "London"), ("Alan", 41, "Wilmslow"), ("Grace", 85, "Arlington"), ("Emmy", 53, "Bryn Mawr"),
+        ("Carl", 77, "Gottingen"), ("Marie", 66, "Passy"), ("Kurt", 71, "Princeton"),
+    )
+)  # fmt: skip
+# What is asked, and how the answer begins: a model of 135 million parameters finds no form by itself. It copies and
+# quotes well, it does not edit: `code-edit` is for models that do (--model).
 WORK = {
-    "code-edit": [
-        f"Rename the function add to plus in this code and print the whole file:\n```python\n{CODE}```",
-        f"Copy the following code exactly, without changes:\n```python\n{CODE}```",
+    "code-copy": [
+        (f"Copy the following code exactly, without changes:\n```python\n{code}```", "") for code in (SUMS, STACK)
     ],
-    "json-extract": [f"Print these records again, one a line:\n{RECORDS}", f"List every name in {RECORDS}"],
+    "quote": [(f"Repeat the following text exactly, without changes:\n{text}", "") for text in (RIVER, BIRTHS)],
+    "json-extract": [
+        (
+            f"Turn each line into JSON.\n\n{PEOPLE}",
+            '{"name": "Ada", "age": 36, "city": "London"}\n{"name": "Alan", "age": 41, "city": "Wilmslow"}\n',
+        )
+    ],
+    "code-edit": [
+        (f"Rename the function subtract to minus in this code and print the whole file:\n```python\n{SUMS}```", ""),
+        (f"Rename the class Stack to Pile in this code and print the whole file:\n```python\n{STACK}```", ""),
+        (f"Add a docstring to the function divide and print the whole file:\n```python\n{SUMS}```", ""),
+    ],
     "chat": [
-        "Tell me about the history of the Roman empire and its emperors.",
-        "What should I cook for dinner tonight?",
-        "Explain to a child why it rains.",
+        ("Tell me about the history of the Roman empire and its emperors.", ""),
+        ("What should I cook for dinner tonight?", ""),
+        ("Explain to a child why it rains.", ""),
     ],
 }
-TARGETS = {"code-edit": 1.8, "json-extract": 1.8, "chat": 0.98}
+TARGETS = {"chat": 0.98}  # of the others 1.8
 GREEDY = SamplingParams(temperature=0.0, max_tokens=160)
 
 
@@ -130,6 +173,8 @@ def mt_bench(path: str, runs: int) -> list[Row]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="the default model, unless another is given; with it code is edited too")
+    parser.add_argument("--mode", default="default", help="arithmetic: default, exact or int8")
     parser.add_argument("--proposers", nargs="+", default=["ngram", "suffix", "auto"])
     parser.add_argument("--json", default="bench/results/cpu/speculation.json")
     parser.add_argument("--runs", type=int, default=5)
@@ -138,39 +183,50 @@ def main() -> None:
     if arguments.mt_bench is not None:
         write_results(arguments.json, "speculation_mt_bench", mt_bench(arguments.mt_bench, arguments.runs))
         return
-    plain = LLM()
+    options = {"model": arguments.model, "mode": arguments.mode}
+    plain = LLM(**options)
     # what past outputs teach would make every turn but the first a quotation: here a request has its own text only
     alone = {"ngram": {}, "suffix": {"suffix_tokens": 0}, "auto": {"suffix_tokens": 0}}
-    sides = {name: LLM(speculate=name, **alone[name]) for name in arguments.proposers}
+    sides = {name: LLM(speculate=name, **options, **alone[name]) for name in arguments.proposers}
     rows = []
-    for work, texts in WORK.items():
-        prompts = [plain.render([{"role": "user", "content": text}]) for text in texts]
+    for work, asked in WORK.items():
+        if work == "code-edit" and arguments.model is None:
+            continue
+        prompts = [
+            plain.render([{"role": "user", "content": text}]) + plain.engine.tokenizer.encode(begun, add_special=False)
+            for text, begun in asked
+        ]
+        taken: dict[str, list[int]] = {name: [0, 0] for name in sides}  # tokens, and steps that gave them
         rates: dict[str, list[float]] = {name: [] for name in ("off", *sides)}
         for turn in range(arguments.runs + 1):
             expected: list[list[int]] = []
             for name, llm in {"off": plain, **sides}.items():
+                steps = llm.engine.ledger.totals.steps
                 results = [run(llm, prompt) for prompt in prompts]
                 tokens = [each for _, each in results]
                 if name == "off":
                     expected = tokens
                 elif tokens != expected:
                     raise SystemExit(f"{work}: {name} changed the text")
+                else:  # the tokens that the first look at each prompt and at what is cached of it give are not drafted
+                    taken[name][0] += sum(map(len, tokens)) - len(prompts)
+                    taken[name][1] += llm.engine.ledger.totals.steps - steps - 2 * len(prompts)
                 if turn:  # the first is a warm-up
                     rates[name].append(sum(map(len, tokens)) / sum(seconds for seconds, _ in results))
         for name in sides:
             rows.append(
                 Row(
-                    f"smollm2-135m q4_1 {plain.engine.config.mode} speculate {name} {work} batch 1",
+                    f"{describe(plain)} speculate {name} {work} batch 1",
                     "tok/s",
                     "higher",
                     median(rates[name]),
                     median(rates["off"]),
                     "headrace without speculation",
                     runs=arguments.runs,
-                    target=TARGETS[work],
+                    target=TARGETS.get(work, 1.8),
                 )
             )
-            print(rows[-1].line())
+            print(rows[-1].line(), f"{taken[name][0] / taken[name][1]:.2f} tokens a step", flush=True)
     write_results(arguments.json, "speculation", rows)
 
 

@@ -45,10 +45,39 @@ def test_no_collapse_when_load_crosses_thresholds() -> None:
     for num_rows in (1, 64, 1, 64, 1):
         simulation.load(num_rows)
         began = simulation.now
-        simulation.run(policy, 400 * num_rows)
+        simulation.run(policy, 3000 + 400 * num_rows)
         taken[num_rows] = (*taken.get(num_rows, ()), simulation.now - began)
-    for seconds in taken.values():
-        assert max(seconds[1:]) <= 1.02 * seconds[0], "what was known of a load stays known"
+    for seconds in taken.values():  # drafts are right by chance: so many tokens take 2 % more or less
+        assert max(seconds[1:]) <= 1.05 * seconds[0], "what was known of a load stays known"
+
+
+class Slow(Machine):
+    """Steps without drafts take three times as long as they will."""
+
+    def step(self, num_rows: int, num_tokens: int) -> float:
+        return super().step(num_rows, num_tokens) * (3.0 if num_tokens == num_rows else 1.0)
+
+    def one_pass(self, num_rows: int) -> float:
+        return self.network * super().step(num_rows, num_rows)
+
+
+@pytest.mark.parametrize(("crossing", "network", "acceptance"), [(40.0, 0.6, 0.5), (4.0, 0.06, 0.05)])
+def test_what_steps_take_is_measured_again(crossing: float, network: float, acceptance: float) -> None:
+    """A machine that was slow while it warmed up, against which drafts that do not pay seemed to."""
+    simulation = Simulation(Slow(crossing, network=network), acceptance)
+    policy = simulation.auto(16)
+    simulation.load(1)
+    for _ in range(12):
+        simulation.step(policy)
+    warm = simulation.machine = Machine(crossing, network=network)
+
+    def gain(steps: int) -> float:
+        began, tokens = simulation.now, simulation.tokens
+        for _ in range(steps):
+            simulation.step(policy)
+        return (simulation.tokens - tokens) * warm.step(1, 1) * simulation.seconds_of / (simulation.now - began)
+
+    assert gain(100) > 0.85 and gain(700) > 0.98
 
 
 def test_look_ups_that_find_nothing_cost_little() -> None:

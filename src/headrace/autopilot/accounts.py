@@ -22,9 +22,24 @@ _ADVANCE = 0.25  # of a step: what drafting costs beside passes and beyond this 
 _MEMORY = 0.9  # weight of the past in what steps without drafts take
 _ENOUGH = 4  # of them are measured before anything is drafted
 _EVERY = 4  # later, every so many is
+_AGAIN, _SELDOM = 12, 400  # steps with drafts after which one without is made, to see what it takes now; twice as many
+# each time, since engines, caches and clocks warm up
+_CLEARLY = 0.85  # of what is thought: a step that took less is believed at once, for nothing makes a step shorter
 _FASTER = 1.5  # kernels of fewer bits may be so much faster than the rate that was measured with float32
 _PAUSE, _HELD_UP = 4.0, 1.5  # a step that takes so many times what steps without drafts do, or what is predicted or
 # known of such with drafts, was held up by something else
+
+
+class _Plain:
+    """What steps without drafts take at one load."""
+
+    def __init__(self) -> None:
+        self.work = StepWork()  # of the last one that was measured
+        self.seconds = 0.0  # that it took, smoothed
+        self.measured = 0
+        self.steps = 0
+        self.since = 0  # steps with drafts since one without was measured
+        self.patience = _AGAIN
 
 
 class DraftAccounts:
@@ -38,16 +53,19 @@ class DraftAccounts:
         self._budgets: dict[tuple[int, int], LossBudget] = {}
         self._known: set[int] = set()  # groups that have a budget anywhere
         self._verified: dict[int, tuple[int, int]] = {}  # proposer -> drafts of this step, how many came true
-        self._reference = StepWork()  # of the last step without drafts that was measured
-        self._seconds = 0.0  # that it took, smoothed
-        self._compared = 0
-        self._steps = 0
+        self._plain: dict[int, _Plain] = {}  # load -> steps without drafts
+        self._latest = _Plain()  # of the load at which one was measured last
         self._verify = VerifyCost()
 
     @property
     def ready(self) -> bool:
         """Steps without drafts are known, so that drafts can be held against them."""
-        return self._compared >= _ENOUGH
+        return self._latest.measured >= _ENOUGH
+
+    def wants_plain(self, num_rows: int) -> bool:
+        """The next step is to be one without drafts: what such a step takes at this load was measured long ago."""
+        plain = self._plain.get(num_rows.bit_length())
+        return plain is not None and plain.since >= plain.patience
 
     def budget(self, source: int, num_rows: int) -> LossBudget:
         """Of a proposer, where so many requests decode."""
@@ -62,7 +80,11 @@ class DraftAccounts:
     def plain_seconds(self, work: StepWork) -> float:
         """Of a step without drafts."""
         predicted = self._cost.predict(work)
-        return predicted * self._seconds / self._cost.predict(self._reference) if self.ready else predicted
+        if not self.ready:
+            return predicted
+        known = self._plain.get(work.num_logits.bit_length(), self._latest)
+        known = known if known.measured >= _ENOUGH else self._latest
+        return predicted * known.seconds / self._cost.predict(known.work)
 
     def seconds(self, num_rows: int, work: StepWork, plain: StepWork) -> float:
         """Of a step with drafts, whose work is `work` and would be `plain` without: see VerifyCost."""
@@ -91,7 +113,9 @@ class DraftAccounts:
         seconds, drafting = result.times.total - result.times.draft, self._drafting(result)
         gained = dict.fromkeys(self._groups, 0.0)
         passed = 1.0
-        if not plan.num_drafts.any() and plan.num_tokens == plan.num_spans == num_rows:
+        if plan.num_drafts.any():
+            self._plain.setdefault(num_rows.bit_length(), _Plain()).since += 1
+        elif plan.num_tokens == plan.num_spans == num_rows:
             self._compare(plan, seconds)
         if (verified or any(drafting)) and self.ready:
             plain = self.plain_seconds(self._decode(plan))
@@ -131,16 +155,22 @@ class DraftAccounts:
         return [result.times.draft if source == sources[0] else 0.0 for source in range(len(self._groups))]
 
     def _compare(self, plan: StepPlan, seconds: float) -> None:
-        self._steps += 1
-        if self.ready and self._steps % _EVERY:
+        plain = self._plain.setdefault(plan.num_spans.bit_length(), _Plain())
+        plain.steps += 1
+        if plain.since >= plain.patience:
+            plain.patience = min(2 * plain.patience, _SELDOM)
+        elif plain.measured >= _ENOUGH and plain.steps % _EVERY:
             return
+        plain.since = 0
         work = self._without(plan, plan.num_spans)
-        if self._compared:
-            expected = self._seconds * self._cost.predict(work) / self._cost.predict(self._reference)
-            memory = min(_MEMORY, 1 - 1 / (1 + self._compared))
+        if plain.measured:
+            expected = plain.seconds * self._cost.predict(work) / self._cost.predict(plain.work)
+            memory = min(_MEMORY, 1 - 1 / (1 + plain.measured)) if seconds > _CLEARLY * expected else 0.0
             seconds = memory * expected + (1 - memory) * min(seconds, _PAUSE * expected)
-        self._reference, self._seconds = work, seconds
-        self._compared += 1
+        plain.work, plain.seconds = work, seconds
+        plain.measured += 1
+        if plain.measured >= _ENOUGH or not self.ready:
+            self._latest = plain
 
     def _without(self, plan: StepPlan, num_rows: int) -> StepWork:
         """The plan's spans without their drafts."""

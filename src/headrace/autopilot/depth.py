@@ -129,6 +129,8 @@ class AutoDepth:
     # -- verifying what there is
 
     def depth(self, request: Request, available: int, num_rows: int) -> int:
+        if self.accounts.wants_plain(num_rows):
+            return 0
         source = request.draft_source
         company = len(self._chosen) + 1
         budget = self.accounts.budget(source, num_rows)
