@@ -36,6 +36,7 @@ class AttentionCaps:
     sinks: bool = True
     graph_support: bool = False
     trees: bool = False  # spans that are token trees (StepBatch.parents)
+    whole_blocks: bool = False  # pages may lie apart, as long as each block of them is contiguous
 
     def refusals(self, device: str, kv_format: str, layer: LayerAttention, block_size: int) -> list[str]:
         """Every reason why this backend cannot serve `layer`; empty when it can."""

@@ -38,6 +38,7 @@ class _JobStruct(ctypes.Structure):
         ("out_stride", ctypes.c_ssize_t),
         ("keys", ctypes.c_void_p),
         ("values", ctypes.c_void_p),
+        ("block_bytes", ctypes.c_ssize_t),
         ("query_start", ctypes.c_void_p),
         ("positions", ctypes.c_void_p),
         ("tables", ctypes.c_void_p),
@@ -128,7 +129,7 @@ class NativeAttention:
     """Attention through the native library, over pages of its own order."""
 
     name = "native"
-    caps = AttentionCaps(devices=frozenset({"cpu"}), kv_formats=frozenset(KV_FORMATS), trees=True)
+    caps = AttentionCaps(devices=frozenset({"cpu"}), kv_formats=frozenset(KV_FORMATS), trees=True, whole_blocks=True)
 
     def __init__(self, block_size: int):
         self.block_size = block_size
@@ -182,15 +183,17 @@ class NativeAttention:
         if keys.shape[1] != meta.block_size:
             raise ValueError(f"planned for blocks of {meta.block_size} tokens, the cache has {keys.shape[1]}")
         dtype, stored = KV_FORMATS[self.kv_format].stored(layer.head_dim)
-        if any(page.dtype != dtype or page.shape[3] != stored or not page.flags.c_contiguous for page in cache):
-            raise ValueError(f"pages must be those of {self.kv_format} and contiguous")
+        for page in cache:
+            whole = page.strides[0] == keys.strides[0] and (not len(page) or page[0].flags.c_contiguous)
+            if page.dtype != dtype or page.shape[3] != stored or not whole:
+                raise ValueError(f"pages must be those of {self.kv_format}, and their blocks contiguous")
         q, k, v = _rows(q), _rows(k), _rows(v)
         out = empty(q.shape)
         sinks = None if layer.sinks is None else np.ascontiguousarray(layer.sinks, np.float32)
         job = meta.job
         job.q, job.q_stride = address(q), q.strides[0] >> 2
         job.out, job.out_stride = address(out), out.strides[0] >> 2
-        job.keys, job.values = address(keys), address(values)
+        job.keys, job.values, job.block_bytes = address(keys), address(values), keys.strides[0]
         job.heads, job.kv_heads, job.dim = layer.num_heads, layer.num_kv_heads, layer.head_dim
         job.kv_format = _KV_CODES[self.kv_format]
         job.scale, job.soft_cap = layer.scale, layer.soft_cap or 0.0

@@ -187,7 +187,7 @@ class DraftRunner(DraftFollower):
 
     def __init__(self, model: CausalLM, layout: KVLayout, backend: AttentionBackend, num_rows: int, max_len: int):
         table = RequestTable(num_rows, max_len, len(layout.groups), layout.block_size)
-        self._pages = KVCache(layout)
+        self._pages = KVCache(layout, backend.caps.whole_blocks)
         super().__init__(layout, self._pages, table, min(max_len, model.spec.max_position))
         self.model = model
         self._backend = backend

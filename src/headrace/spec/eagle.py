@@ -188,7 +188,7 @@ class HeadRunner(HeadFollower):
         table = RequestTable(num_rows, max_len, len(layout.groups), layout.block_size)
         super().__init__(layout, table, min(max_len, head.spec.max_position))
         self.model = head
-        self._cache = KVCache(layout)
+        self._cache = KVCache(layout, backend.caps.whole_blocks)
         self._backend = backend
         self._builder = BatchBuilder(self._table, layout.block_size)
         self._launcher = RecordedLauncher(self._forward)

@@ -42,7 +42,7 @@ class Worker:
         self.proposer = make_proposer(config, self.model, scheme, grammars, draft)
         self._runner = ModelRunner(
             self.model,
-            KVCache(layout),
+            KVCache(layout, backend.caps.whole_blocks),
             RequestTable(config.max_num_seqs, config.max_model_len, len(layout.groups), layout.block_size),
             backend,
             make_sampler(config, grammars),

@@ -17,7 +17,7 @@ import numpy as np
 
 from headrace.ops.native.recording import current
 
-ABI = 9
+ABI = 10
 # HEADRACE_NATIVE_LIBRARY names another build of it, such as one with sanitizers
 LIBRARY = Path(os.environ.get("HEADRACE_NATIVE_LIBRARY") or Path(__file__).with_name("libheadrace.so"))
 PATHS = ("amx", "avx512", "avx2", "portable")  # best first; amx only where HEADRACE_NATIVE_PATH asks for it

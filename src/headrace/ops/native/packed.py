@@ -6,14 +6,13 @@ pages; merged layers whose parts have different formats keep one segment a forma
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from headrace.ops.host_memory import untouched
 from headrace.ops.linear import linear
 from headrace.ops.native.library import address, library
 from headrace.ops.native.recording import empty, keep, unrecordable
@@ -26,7 +25,6 @@ FLOATS = FORMATS[:3]
 MODES = ("exact", "default", "fast", "int8")  # Mode of csrc/api.cpp
 PRODUCTS = ("float32", "int16", "bfloat16", "int8")  # Product of csrc/api.cpp
 _ARENA_CHUNK = 1 << 28  # address space, not memory: pages are taken when they are written
-_HUGE_PAGE = 1 << 21
 
 
 class _SegmentStruct(ctypes.Structure):
@@ -45,21 +43,9 @@ class Arena:
     def take(self, num_bytes: int) -> np.ndarray:
         """uint8 [num_bytes], zeros."""
         if num_bytes > self._chunk.size:
-            self._chunk = _map(max(_ARENA_CHUNK, num_bytes))
+            self._chunk = untouched(max(_ARENA_CHUNK, num_bytes))
         piece, self._chunk = self._chunk[:num_bytes], self._chunk[-(-num_bytes // 64) * 64 :]
         return piece
-
-
-def _map(num_bytes: int) -> np.ndarray:
-    # private, because pages of shared memory are small ones on most systems, whatever is asked for
-    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
-    memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE, **private)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    whole = np.frombuffer(memory, np.uint8)
-    start = -whole.ctypes.data % _HUGE_PAGE
-    return whole[start : start + num_bytes]
 
 
 @dataclass(frozen=True)

@@ -169,7 +169,7 @@ void write_token(const float* k, const float* v, int slot, const AttentionJob& j
   const ptrdiff_t size = format == kKvF32 ? 4 : format == kKvBf16 ? 2 : 1;
   const size_t bytes = kv_page_bytes(format, dim, job.block_size);
   for (int head = first; head < last; ++head) {
-    const size_t page = (static_cast<size_t>(block) * job.kv_heads + head) * bytes;
+    const size_t page = static_cast<size_t>(block) * static_cast<size_t>(job.block_bytes) + head * bytes;
     uint8_t *keys = const_cast<uint8_t*>(job.keys) + page, *values = const_cast<uint8_t*>(job.values) + page;
     const ptrdiff_t scale = static_cast<ptrdiff_t>(dim) * job.block_size + 4 * inside;
     write_vector(format, k + head * dim, dim, keys + inside * size, job.block_size, keys + scale);
@@ -300,7 +300,7 @@ struct LinearCall {
 
 using namespace headrace;
 
-EXPORT int headrace_abi() { return 9; }
+EXPORT int headrace_abi() { return 10; }
 
 // Chooses the code path `forced`, or the best one where it is empty. Returns its name, null if it cannot run here.
 EXPORT const char* headrace_select_path(const char* forced) {

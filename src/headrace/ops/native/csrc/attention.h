@@ -71,7 +71,7 @@ INLINE f kv_load_n(const uint8_t* p, int n) {
 
 INLINE const uint8_t* page(const Item& item, const uint8_t* pages, int position) {
   const size_t block = static_cast<size_t>(item.table[position / item.job.block_size]);
-  return pages + (block * static_cast<size_t>(item.job.kv_heads) + static_cast<size_t>(item.kv_head)) * item.page_bytes;
+  return pages + block * static_cast<size_t>(item.job.block_bytes) + static_cast<size_t>(item.kv_head) * item.page_bytes;
 }
 
 template <int kKv>

@@ -113,6 +113,7 @@ struct AttentionJob {
   float* out;
   ptrdiff_t out_stride;
   const uint8_t *keys, *values;  // pages [block][kv head]
+  ptrdiff_t block_bytes;         // from block to block of either
   const int32_t *query_start, *positions, *tables;
   ptrdiff_t table_stride;
   int heads, kv_heads, dim, block_size;
