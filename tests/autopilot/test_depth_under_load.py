@@ -11,6 +11,7 @@ from simulated import PARAMS, Machine, Simulation, compare
 from headrace.autopilot.loss_budget import FIRST, SHARE, LossBudget
 from headrace.autopilot.verify_cost import VerifyCost
 from headrace.core.drafting import NoDrafts
+from headrace.core.plan import StageTimes, StepPlan, StepResult
 from headrace.core.request import Request
 
 
@@ -78,6 +79,19 @@ def test_what_steps_take_is_measured_again(crossing: float, network: float, acce
         return (simulation.tokens - tokens) * warm.step(1, 1) * simulation.seconds_of / (simulation.now - began)
 
     assert gain(100) > 0.85 and gain(700) > 0.98
+
+
+def test_steps_with_prompts_do_not_keep_drafts_waiting() -> None:
+    """Where every step reads some prompt, none can be measured, and drafts go on."""
+    simulation = Simulation(Machine(40.0), 0.8)
+    policy = simulation.auto(16)
+    simulation.load(2)
+    while not policy.accounts.wants_plain(2):
+        simulation.step(policy)
+    spans = np.array([[0, 1, 2], [256, 256, 0], [1, 1, 50], [0, 0, 0]], np.int32)
+    plan = StepPlan(0, spans=spans, yields=np.array([True, True, False]))
+    policy.observe_step(plan, StepResult(0, tokens=[[1], [1], []], times=StageTimes(forward=0.02)))
+    assert not policy.accounts.wants_plain(2)
 
 
 def test_look_ups_that_find_nothing_cost_little() -> None:

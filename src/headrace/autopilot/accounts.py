@@ -113,10 +113,7 @@ class DraftAccounts:
         seconds, drafting = result.times.total - result.times.draft, self._drafting(result)
         gained = dict.fromkeys(self._groups, 0.0)
         passed = 1.0
-        if plan.num_drafts.any():
-            self._plain.setdefault(num_rows.bit_length(), _Plain()).since += 1
-        elif plan.num_tokens == plan.num_spans == num_rows:
-            self._compare(plan, seconds)
+        self._compare(plan, num_rows, seconds)
         if (verified or any(drafting)) and self.ready:
             plain = self.plain_seconds(self._decode(plan))
             step = self.plain_seconds(self._without(plan, num_rows))
@@ -154,8 +151,15 @@ class DraftAccounts:
         sources = [source for source, group in enumerate(self._groups) if bool(group) == whose] or [0]
         return [result.times.draft if source == sources[0] else 0.0 for source in range(len(self._groups))]
 
-    def _compare(self, plan: StepPlan, seconds: float) -> None:
-        plain = self._plain.setdefault(plan.num_spans.bit_length(), _Plain())
+    def _compare(self, plan: StepPlan, num_rows: int, seconds: float) -> None:
+        """What a step without drafts took; of others that it was not measured."""
+        plain = self._plain.setdefault(num_rows.bit_length(), _Plain())
+        if plan.num_drafts.any():
+            plain.since += 1
+            return
+        if not plan.num_tokens == plan.num_spans == num_rows:
+            plain.since = 0  # prompts are in it: another time, if one was to be measured
+            return
         plain.steps += 1
         if plain.since >= plain.patience:
             plain.patience = min(2 * plain.patience, _SELDOM)
