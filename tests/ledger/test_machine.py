@@ -147,6 +147,15 @@ def test_rates_that_steps_reached_are_kept(measure: Measure, new_process: Any) -
     assert run(1e9, 1e9, 1e-9) == replace(machine_facts(1), cache_bytes=100) and measure.calls == 1
 
 
+def test_what_other_arithmetic_reaches_raises_its_own_rates_only(measure: Measure, new_process: Any) -> None:
+    usual, cheap = machine_facts(3), machine_facts(3, arithmetic="int8")
+    assert measure.calls == 2 and (usual.arithmetic, cheap.arithmetic) == ("", "int8")
+    machine.remember(machine.reached(cheap, 0.0, 9e9, 1.0))
+    for _ in range(2):
+        assert machine_facts(3) == usual and machine_facts(3, arithmetic="int8").flops == 9e9 and measure.calls == 2
+        new_process()
+
+
 def test_a_better_old_rate_stays() -> None:
     slow = MachineFacts("x", 1.0, 500e9, 2, 1.0)
     assert machine._better(slow, None) == slow

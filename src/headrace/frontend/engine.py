@@ -113,7 +113,8 @@ class Engine:
         self.cost = CostModel(self.ledger.facts)
         self._observer: LedgerObserver | None = None
         if self.config.ledger:
-            facts = machine_facts() if gpu is None else gpu_machine_facts(gpu.name)
+            arithmetic = "int8" if self.config.mode == "int8" else ""
+            facts = machine_facts(arithmetic=arithmetic) if gpu is None else gpu_machine_facts(gpu.name)
             self.cost = CostModel(facts)
             self._cost_name = "|".join(
                 (

@@ -42,6 +42,7 @@ class MachineFacts:
     measured_at: float  # seconds since the epoch
     cache_bytes: int = 0  # last-level cache; 0: unknown
     granted: float = 1.0  # processor time got / asked for while measuring; well below 1: others used the machine too
+    arithmetic: str = ""  # of steps that may raise the rates, if another than usual: "int8"
 
     def __post_init__(self) -> None:
         for name in ("read_bandwidth", "flops"):
@@ -153,9 +154,11 @@ def measure(num_threads: int | None = None) -> MachineFacts:
     )
 
 
-def machine_key(num_threads: int | None = None) -> str:
-    """Names what the rates depend on: processor, threads, numpy and how we measure."""
-    return f"{cpu_name()} | {num_threads or available_threads()} threads | numpy {np.__version__} | format {FORMAT}"
+def machine_key(num_threads: int | None = None, arithmetic: str = "") -> str:
+    """Names what the rates depend on: processor, threads, numpy, how we measure and how steps compute."""
+    threads = num_threads or available_threads()
+    key = f"{cpu_name()} | {threads} threads | numpy {np.__version__} | format {FORMAT}"
+    return f"{key} | {arithmetic}" if arithmetic else key
 
 
 def write_json_atomic(path: Path, value: Any) -> bool:
@@ -202,6 +205,7 @@ def _parse(entry: Any) -> MachineFacts | None:
             measured_at=float(entry["measured_at"]),
             cache_bytes=int(entry["cache_bytes"]),
             granted=float(entry["granted"]),
+            arithmetic=str(entry.get("arithmetic", "")),
         )
     except (TypeError, KeyError, ValueError, AttributeError, OverflowError):
         return None
@@ -238,7 +242,7 @@ def lasting(facts: MachineFacts, num_bytes: float, flops: float, seconds: float)
 
 def remember(facts: MachineFacts) -> None:
     """Keep the rates of `facts`, which came from `machine_facts` and which steps have raised, for later runs."""
-    path, key = cache_dir() / "machine.json", machine_key(facts.num_threads)
+    path, key = cache_dir() / "machine.json", machine_key(facts.num_threads, facts.arithmetic)
     with _lock:
         known = _known.get((path, key))
         if known is None or known.device_name != facts.device_name:
@@ -250,13 +254,14 @@ def remember(facts: MachineFacts) -> None:
         write_json_atomic(path, {"format": FORMAT, "machines": {**stored, key: asdict(best)}})
 
 
-def machine_facts(num_threads: int | None = None, *, refresh: bool = False) -> MachineFacts:
+def machine_facts(num_threads: int | None = None, *, refresh: bool = False, arithmetic: str = "") -> MachineFacts:
     """This machine's rates, from this process, else from the cache file, else measured now and stored.
 
+    `arithmetic`: of steps with cheaper operations than usual: what those reach, others are not held against.
     Facts taken on a busy machine are measured again after a while, and the better rates kept. `refresh` measures anyway
     and forgets the old rates. Never fails because of the file.
     """
-    path, key = cache_dir() / "machine.json", machine_key(num_threads)
+    path, key = cache_dir() / "machine.json", machine_key(num_threads, arithmetic)
     with _lock:
         facts = None if refresh else _known.get((path, key))
         if facts is not None:
@@ -265,7 +270,7 @@ def machine_facts(num_threads: int | None = None, *, refresh: bool = False) -> M
         if stored is not None and not (stored.granted < BUSY and time.time() - stored.measured_at > RETRY_AFTER):
             facts = stored
         else:
-            facts = _better(measure(num_threads), stored)
+            facts = _better(replace(measure(num_threads), arithmetic=arithmetic), stored)
             write_json_atomic(path, {"format": FORMAT, "machines": {**_load(path), key: asdict(facts)}})
         _known[path, key] = facts
         return facts
