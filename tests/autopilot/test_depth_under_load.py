@@ -90,7 +90,8 @@ def test_steps_with_prompts_do_not_keep_drafts_waiting() -> None:
         simulation.step(policy)
     spans = np.array([[0, 1, 2], [256, 256, 0], [1, 1, 50], [0, 0, 0]], np.int32)
     plan = StepPlan(0, spans=spans, yields=np.array([True, True, False]))
-    policy.observe_step(plan, StepResult(0, tokens=[[1], [1], []], times=StageTimes(forward=0.02)))
+    result = StepResult(0, tokens=[[1], [1], []], num_accepted=[0, 0, 0], times=StageTimes(forward=0.02))
+    policy.observe_step(plan, result)
     assert not policy.accounts.wants_plain(2)
 
 
