@@ -25,7 +25,9 @@ def compile_all(model, *options):
     return done.stdout
 
 
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize(
+    "dim", [pytest.param(64, marks=pytest.mark.slow), 128, pytest.param(256, marks=pytest.mark.slow)]
+)
 def test_all_kernels_of_an_engine(tmp_path, dim):
     said = compile_all(write_tiny_llama(tmp_path, hidden=256, inner=512, dim=dim))
     attention = ("plan_slots", "list_units", "decode", "prefill")
@@ -33,6 +35,7 @@ def test_all_kernels_of_an_engine(tmp_path, dim):
         assert f"_{kernel} " in said, f"_{kernel} was not compiled"
 
 
+@pytest.mark.slow
 def test_products_whose_steps_are_shorter_than_a_line_of_the_cache(tmp_path):
     assert "_linear " in compile_all(write_tiny_llama(tmp_path, hidden=96, inner=320, dim=64))
 

@@ -42,6 +42,7 @@ def outputs(model, prompts=PROMPTS, params=PARAMS, **options):
     return [output.outputs[0] for output in found]
 
 
+@pytest.mark.slow
 def test_steps_that_do_not_fit_run_in_parts(tmp_path, gpu_engine, scarce, capfd):
     model = write_tiny_llama(tmp_path)
     want = outputs(model, device="cpu")

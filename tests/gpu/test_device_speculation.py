@@ -150,6 +150,7 @@ def test_rows_that_the_host_draws_for_and_rows_that_decline(model, gpu_engine):
             llm.engine.core.scheduler.check()
 
 
+@pytest.mark.slow
 def test_aborts_leave_nothing_behind(model, gpu_engine, knowing, expected):
     knowing(4, 1000)
     with LLM(model, speculate="ngram", num_draft_tokens=4, **DEVICE, **SMALL) as llm:

@@ -117,10 +117,8 @@ class Wrapper:
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="a stand-in for the library, on the CPU")
-@pytest.mark.parametrize(
-    "graphs",
-    [pytest.param(True, id="graphs"), pytest.param(False, id="no graphs", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "no graphs"])
 def test_an_engine_with_it_gives_the_tokens_of_the_cpu(tmp_path, gpu_engine, monkeypatch, graphs):
     monkeypatch.setitem(sys.modules, "flashinfer", types.SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=Wrapper))
     monkeypatch.setattr(FlashInferAttention, "unavailable", staticmethod(lambda: None))

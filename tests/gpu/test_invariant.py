@@ -94,6 +94,7 @@ def answers(model, prompts, **options):
 PROMPTS = [list(range(5, 150)), [1, 2, 3], [7] * 40, list(range(9, 90)), [4, 5]]
 
 
+@pytest.mark.slow
 def test_the_same_tokens_as_on_the_cpu(tmp_path, gpu_engine):
     model = write_tiny_llama(tmp_path, window=20)
     params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)

@@ -112,7 +112,9 @@ def test_rotation_norms_and_writing(rotary, normed, parts, random, dtype, tolera
     assert int((keys.float().abs().sum(-1) > 0).sum()) == 4 * 2, "padding was written"
 
 
-@pytest.mark.parametrize("page", [16, 24, 128])
+@pytest.mark.parametrize(
+    "page", [pytest.param(16, marks=pytest.mark.slow), 24, pytest.param(128, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("window", [0, 100])
 def test_slots_cover_every_key_once(page, window, device):
     shape, numbers = paged.HeadShape(4, 2, 32), np.random.default_rng(page)

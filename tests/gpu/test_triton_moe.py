@@ -89,6 +89,7 @@ def mixtral(tmp_path_factory):
     return write_tiny_mixtral(tmp_path_factory.mktemp("moe"))
 
 
+@pytest.mark.slow
 def test_a_model_with_experts_gives_the_same_tokens_as_on_the_cpu(mixtral, gpu_engine):
     prompts = [[5, 6, 7, 8, 9], list(range(10, 45))]
     params = [

@@ -117,7 +117,7 @@ def test_who_does_not_read_is_cut_off(tiny_model, tokens):
                     size += len(part)
             assert size < 1_000_000  # of several
         until(server.is_idle)
-        assert server.text(max_tokens=2).status == 200
+        assert server.text(max_tokens=2, ignore_eos=True).status == 200
         if not tokens:  # the engine may have been at the end of it before the client was cut off
             ended = [server.metric("headrace_requests_total", outcome=each) for each in ("aborted", "length")]
             assert ended in ([1, 1], [0, 2])
