@@ -96,8 +96,9 @@ def test_sixteen_bit_product_and_its_bits_in_any_company(path: str, format: str,
                                           whole[first : first + count])  # fmt: skip
 
 
-def test_rounded_products_of_damaged_tokens(path: str) -> None:
-    packed, _ = matrix("Q4_K", 40, 512, mode="default")
+@pytest.mark.parametrize("mode", ["default", "int8"])
+def test_rounded_products_of_damaged_tokens(path: str, mode: str) -> None:
+    packed, _ = matrix("Q4_K", 40, 512, mode=mode)
     x = tokens(30, 512)
     whole = packed_linear(x, packed)
     x[3, 300], x[11, 0], x[12, 511] = np.nan, np.inf, -np.inf

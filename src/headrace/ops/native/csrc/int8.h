@@ -41,8 +41,10 @@ INLINE void add_int8_block(const Int8Block<Quad>& block, const Int8Inputs& in, f
 #pragma GCC unroll 4
       for (int t = 0; t < kTokens; ++t) {
         const i x = quad_everywhere(in.q + t * kBlock + 4 * quad);
-        for (int p = 0; p < kTogether; ++p)
-          dots[t][p] = kSigned ? dot8_signed(dots[t][p], block.w[p][quad], x) : dot8(dots[t][p], block.w[p][quad], x);
+        for (int p = 0; p < kTogether; ++p) {
+          if constexpr (kSigned) dots[t][p] = dot8_signed(dots[t][p], block.w[p][quad], x);
+          else dots[t][p] = dot8(dots[t][p], block.w[p][quad], x);
+        }
       }
     asm volatile("" ::: "memory");  // sums are not to be loaded earlier: there is no register for them
     for (int t = 0; t < kTokens; ++t) {

@@ -72,7 +72,6 @@ INLINE i quad_everywhere(const int8_t* p) {
 }
 INLINE i word_everywhere(const float* p) { return _mm512_castps_si512(_mm512_set1_ps(*p)); }
 INLINE i dot8(i sum, i a, i b) { return _mm512_dpbusd_epi32(sum, a, b); }
-INLINE i dot8_signed(i sum, i, i) { return sum; }  // not needed
 INLINE i shift_right(i w, int count) { return _mm512_srli_epi32(w, count); }
 INLINE i shift_right_signed(i w, int count) { return _mm512_srai_epi32(w, count); }
 INLINE i shift_left(i w, int count) { return _mm512_slli_epi32(w, count); }
