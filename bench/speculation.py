@@ -220,7 +220,7 @@ def main() -> None:
     plain = LLM(**options)
     # what past outputs teach would make every turn but the first a quotation: here a request has its own text only
     alone = {"ngram": {}, "suffix": {"suffix_tokens": 0}, "auto": {"suffix_tokens": 0}}
-    sides = {name: LLM(speculate=name, **options, **alone[name]) for name in arguments.proposers}
+    sides = {name: LLM(speculate=name, **options, **alone.get(name, {})) for name in arguments.proposers}
     rows = []
     for work, asked in WORK.items():
         if work == "code-edit" and arguments.model is None:
