@@ -69,7 +69,7 @@ class KVCacheManager:
 
     def _shared_tail(self, request: Request, tables: list[list[int]]) -> list[tuple[int, int]]:
         """(group, index) of the blocks that the request's next token goes into, if others hold them too."""
-        index = (request.num_computed + request.num_in_flight) // self._size
+        index = request.num_scheduled // self._size
         if index >= len(tables[0]):
             return []
         return [(group, index) for group, table in enumerate(tables) if self.pool.is_shared(table[index])]
@@ -224,7 +224,7 @@ class KVCacheManager:
         blocks = [block for table in hit.tables for block in table if block != GONE]
         self.pool.touch(blocks)
         self._held[request.id] = len(blocks)
-        request.num_computed = request.num_slots = hit.num_tokens
+        request.num_computed = request.num_scheduled = request.num_slots = hit.num_tokens
         request.num_entered = hit.num_tokens // self._size
         return [
             NewBlocks(request.row, group, 0, [max(block, 0) for block in table])

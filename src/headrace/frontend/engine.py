@@ -217,17 +217,27 @@ class Engine:
         output = RequestOutput(
             request_id, prepared.prompt, prepared.token_ids, [CompletionOutput(i) for i in range(params.num_choices)]
         )
+        # unless every token is looked at, text is made of all of them at once when a request ends
+        watched = live or params.stop or params.logprobs is not None or params.num_choices > params.n
         queued = []
         try:
             for request in prepared.queue:
+                request.quiet = not watched and request.beam is None
                 self._core.add(request)
                 queued.append(request.id)
         except Exception:
             self._core.abort(queued)
             raise
         for index, request in enumerate(prepared.requests[: params.num_choices]):
-            self._streams[request.id] = ChoiceStream(output, index, params, self.tokenizer, live=live)
+            self._streams[request.id] = ChoiceStream(output, index, params, self.tokenizer)
         return output
+
+    def num_tokens(self, outputs: Sequence[RequestOutput]) -> int:
+        """Tokens generated for some prompts so far, whether their outputs have been told of them or not."""
+        told = sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
+        mine = {id(output) for output in outputs}
+        going = (key for key, stream in self._streams.items() if id(stream.output) in mine)
+        return told + sum(map(self._core.scheduler.num_untold, going))
 
     def step(self) -> list[Update]:
         """Run one step and return what it added; [] when there is nothing to do."""
@@ -255,9 +265,6 @@ class Engine:
         for news in news_list:
             stream = self._streams.get(news.request_id)
             if stream is None:  # ended by a stop string while this was in flight
-                continue
-            if stream.holds and news.finish_reason is None and news.prompt_logprobs is None:
-                stream.hold(news)
                 continue
             updates.extend(stream.add(news))
             if stream.choice.finish_reason is not None:
