@@ -5,7 +5,7 @@ import torch
 
 from headrace import LLM, SamplingParams
 from headrace.config import ConfigError
-from headrace.worker.graphs import GraphKey
+from headrace.worker.graphs import GraphKey, GraphLauncher
 from tiny import write_tiny_llama
 
 PROMPTS = [[5, 6, 7, 8, 9], [1, 2, 3], list(range(10, 60)), [9, 8, 7, 6, 5, 4, 3, 2, 1] * 3, [3]]
@@ -34,6 +34,18 @@ def model(tmp_path_factory):
 def test_the_same_tokens_as_on_the_cpu(model, gpu_engine):
     want = answers(model, device="cpu", mode="exact", **SMALL)
     assert answers(model, device="cuda", mode="exact", kv_cache="1MiB", **SMALL) == want
+
+
+def test_prompts_beside_a_full_table_run_padded(model, gpu_engine, monkeypatch):
+    """One span more than there are rows: that of the padding."""
+    params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in (9, 3, 4)]
+    options = SMALL | {"max_num_seqs": 2}
+    want = answers(model, params, PROMPTS[:3], device="cpu", mode="exact", **options)
+    keys = []
+    picked = GraphLauncher.pick
+    monkeypatch.setattr(GraphLauncher, "pick", lambda *args: keys.append(picked(*args)) or keys[-1])
+    assert answers(model, params, PROMPTS[:3], device="cuda", mode="exact", kv_cache="1MiB", **options) == want
+    assert any(key.num_rows == 3 for key in keys) and None not in keys
 
 
 @pytest.mark.slow

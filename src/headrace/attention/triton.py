@@ -63,14 +63,13 @@ class TritonAttention:
         """Take the memory of split decoding, once, before the first step. `most_queries`: tokens of the short spans
         that steps of drafts have at most, 0 if there are none."""
         shapes = [HeadShape(num_heads, group.num_kv_heads, group.head_dim) for group in groups]
+        max_rows += 1  # one more, for the padding of graphs
         dtype: torch.dtype = getattr(torch, self.kv_format)
         self._spaces = [
             DecodeSpace.create(max_rows, shape, self.block_size, dtype, device, max_len) for shape in shapes
         ]
         if 0 < most_queries <= MOST_QUERIES and not RUNTIME.invariant:
-            # one more, for the padding
-            rows = max_rows + 1
-            self._short_spaces = [SpanSpace.create(rows, most_queries, shape, device) for shape in shapes]
+            self._short_spaces = [SpanSpace.create(max_rows, most_queries, shape, device) for shape in shapes]
         self._rules = [attention_rule(shape, self.kv_format) for shape in shapes]
         self._num_heads = num_heads
 

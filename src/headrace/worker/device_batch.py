@@ -76,7 +76,7 @@ class DeviceBatchBuilder:
     ):
         """`tile`: queries of a tile of prefill; spans of `alone_from` tokens and more without a prefix have none.
         `most_drafts`: of a span; `ring`: more than there can be steps in flight."""
-        max_rows += most_drafts > 0  # steps that verify have one more span, for the padding
+        max_rows += 1  # steps under graphs may have one more span, for the padding
         self._table = table
         self._most_drafts = most_drafts
         self.max_lines = min(max_tokens, max_rows * (1 + most_drafts))
@@ -90,6 +90,9 @@ class DeviceBatchBuilder:
         self._turn = 0
         self._inbox = torch.zeros(layout.size, dtype=torch.int32, device=device)
         self._sent = np.zeros(0, np.int32)
+        self._padded: dict[GraphKey, DeviceBatch] = {}
+        # (key, rows, rows that draw) of the decode step that was sent last, if that is what the GPU has
+        self._decode: tuple[GraphKey, bytes, bytes] | None = None
         self._patch_pinned = [torch.zeros(0, dtype=torch.int32) for _ in range(ring)]
         self._patch_events: list[torch.cuda.Event | None] = [None] * ring
         self._patch_turn = 0
@@ -108,6 +111,11 @@ class DeviceBatchBuilder:
 
     def padded_batch(self, key: GraphKey) -> DeviceBatch:
         """The batch of a step that is padded to `key`; its content comes with `send`."""
+        if key not in self._padded:
+            self._padded[key] = self._make_padded(key)
+        return self._padded[key]
+
+    def _make_padded(self, key: GraphKey) -> DeviceBatch:
         rows, tokens = key.num_rows, key.num_tokens
         spans, counts = self._spans(rows, tokens), self._part("counts", 2)
         lines = Lines(self._part("span_of", rows), self._part("line_of", rows))
@@ -175,6 +183,11 @@ class DeviceBatchBuilder:
         """Bring a step to the GPU, to run padded to `key`, or as it is."""
         count, lengths, rows = plan.num_spans, plan.lengths, plan.rows
         drawn = plan.yields & ~self._table.hosted[rows]
+        decode = None
+        if key is not None and key.decodes:
+            decode = key, rows.tobytes(), drawn.tobytes()
+            if decode == self._decode:  # as it is in most steps
+                return self.padded_batch(key)
         words = self._blank()
         parts = {name: words[where] for name, where in self._slices.items()}
         starts = parts["query_start"]
@@ -195,6 +208,7 @@ class DeviceBatchBuilder:
         if key is not None:
             self._pad(words, key, count, plan.num_tokens)
             self._upload(words)
+            self._decode = decode
             return self.padded_batch(key)
         self._upload(words)
         drafts = self._part("num_drafts", count) if self._most_drafts else None
@@ -231,6 +245,7 @@ class DeviceBatchBuilder:
         return len(span_of)
 
     def _upload(self, words: np.ndarray) -> None:
+        self._decode = None
         if np.array_equal(words, self._sent):  # the same rows once more
             return
         self._sent = words

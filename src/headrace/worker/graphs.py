@@ -193,6 +193,7 @@ class GraphLauncher(Graphs[GraphKey]):
         """See Graphs. `most_short`: tokens of the largest step of short spans, 0 if there are none."""
         super().__init__(body, idle, enabled, capturing)
         self._rows = [size for size in ROWS if size < max_rows] + [max_rows]
+        self._mixed_rows = [*self._rows[:-1], max_rows + 1]  # of mixed steps, which have one span more, for the padding
         self._tokens = [size for size in TOKENS if size < max_tokens] + [max_tokens] * (max_tokens <= TOKENS[-1])
         self._short = [size for size in SHORT if size < most_short]
         self._short += [most_short] * (0 < most_short <= SHORT[-1])
@@ -207,7 +208,7 @@ class GraphLauncher(Graphs[GraphKey]):
             rows = next(size for size in self._rows if size >= num_rows)
             return GraphKey(rows, rows, warm, cut)
         # a span of padding takes the tokens that are left over
-        rows = next((size for size in self._rows if size > num_rows), 0)
+        rows = next((size for size in self._mixed_rows if size > num_rows), 0)
         tokens = next((size for size in self._tokens if size >= max(num_tokens, rows + 1)), 0)
         return GraphKey(rows, tokens, warm, cut) if rows and tokens else None
 
