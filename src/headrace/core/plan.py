@@ -117,6 +117,8 @@ class StepPlan:
     @cached_property
     def num_decodes(self) -> int:
         """Leading spans that are one token that yields."""
+        if self.num_tokens == self.num_spans and self.yields.all():
+            return self.num_spans
         others = np.flatnonzero((self.spans[2] != 1) | (self.spans[3] != 0) | ~self.yields)
         return int(others[0]) if len(others) else self.num_spans
 

@@ -366,16 +366,16 @@ class Scheduler:
             if request is None:
                 continue
             request.num_computed = computed = request.num_computed + 1
-            known = request.token_ids
-            if new[0] not in request.stop_ids and len(known) + 1 < request.max_len:
-                known.append(new[0])  # what accept() does, nearly always
+            if computed % block_size == 0:
+                self.kv.advance(request, after_step=self._next_step - 1)
+            token, known = new[0], request.token_ids
+            if token not in request.stop_ids and len(known) + 1 < request.max_len:
+                known.append(token)  # what accept() does, nearly always
                 if not request.quiet:
                     news = (request.id, new, None, None, None, None, request.num_cached, None)
                     outputs.append(make_output(TokenOutput, news))
-            else:
-                outputs += accept(request, new)
-            if computed // block_size > request.num_entered:
-                self.kv.advance(request, after_step=self._next_step - 1)
+                continue
+            outputs += accept(request, new)
             if request.finish_reason is not None:
                 self._end(request, request.finish_reason)
         if self._followers:

@@ -159,20 +159,19 @@ class IncrementalDetokenizer:
 
     def add(self, ids: Iterable[int]) -> str:
         """Text that these further tokens complete, possibly empty."""
-        pieces, skipped = self._pieces, self._skipped
-        parts = []
-        for id in ids:
-            if id in skipped:
-                continue
+        pieces, skipped, parts = self._pieces, self._skipped, []
+        rest = iter(ids)
+        for id in (rest if self._first else ()):
             data = pieces[id]
-            if self._first:
-                if id not in pieces.known:
-                    continue
+            if id in pieces.known and id not in skipped:
                 self._first = False
-                data = pieces.as_first(data)
-            else:
-                data = pieces.separator + data if id in pieces.known else data
-            parts.append(data)
+                parts.append(pieces.as_first(data))
+                break
+        if pieces.separator:
+            shown = ((id, pieces[id]) for id in rest if id not in skipped)
+            parts += [pieces.separator + data if id in pieces.known else data for id, data in shown]
+        else:
+            parts += [pieces[id] for id in rest if id not in skipped]
         return self._strip(self._decoder.decode(b"".join(parts)))
 
     def finish(self) -> str:

@@ -107,14 +107,13 @@ class PendingStep:
                 self._observe(self._prepare, waited)
         plan = self._plan
         drawn = slot.drawn.numpy()[: plan.num_spans]
-        first = drawn[:, 0].tolist()
-        tokens = [[token] if yields and token >= 0 else [] for token, yields in zip(first, self._yielding, strict=True)]
-        errors = {
-            index: DAMAGED
-            for index, (token, yields) in enumerate(zip(first, self._yielding, strict=True))
-            if yields and token < 0
-        }
-        for index in np.flatnonzero(plan.num_drafts * self._yielding).tolist():
+        sound = drawn[:, 0] >= 0
+        tokens = [[token] for token in drawn[:, 0].tolist()]
+        for index in np.flatnonzero(~(sound & self._yielding)).tolist():
+            tokens[index] = []
+        errors = dict.fromkeys(np.flatnonzero(~sound & self._yielding).tolist(), DAMAGED)
+        drafted = np.flatnonzero(plan.num_drafts * self._yielding).tolist()
+        for index in drafted:
             told = drawn[index, : 1 + plan.num_drafts[index]].tolist()
             tokens[index] = told[: told.index(-1)] if -1 in told else told
             if index in errors:
@@ -122,7 +121,7 @@ class PendingStep:
         return StepResult(
             plan.step_id,
             tokens=tokens,
-            num_accepted=[max(0, len(each) - 1) for each in tokens],
+            num_accepted=[max(0, len(each) - 1) for each in tokens] if drafted else [0] * len(tokens),
             errors=errors,
             # what of sending it the GPU did not hide: where there is any, the host is what bounds the step
             times=StageTimes(prepare=max(0.0, self._prepare - waited), forward=waited),
@@ -204,11 +203,12 @@ class DeviceRunner:
         waits = self._speculation is not None and self._speculation.begin(plan)
         self._cache.copy_blocks(plan.block_copies)
         hosted = table.hosted[plan.rows]
+        any_hosted = bool(hosted.any())
         slot = self._slots[self._turn]
         self._turn = (self._turn + 1) % len(self._slots)
         warm = bool(table.warm[plan.rows].any())
         cut = warm and bool(table.cut[plan.rows].any())
-        could = None if hosted.any() else self._pick(plan, warm, cut)  # the graph that might serve
+        could = None if any_hosted else self._pick(plan, warm, cut)  # the graph that might serve
         key = could if could is not None and self.launcher.serves(could) else None
         loaded = RUNTIME.loaded
         self.flush()
@@ -228,9 +228,9 @@ class DeviceRunner:
         if could is not None and RUNTIME.loaded == loaded:
             observe = partial(self.launcher.observe, could, key is not None)
         pending = PendingStep(plan, slot, plan.yields & ~hosted, time.perf_counter() - started, observe)
-        if self._speculation is None:
+        if self._speculation is None and any_hosted:
             table.advance(plan)
-        if not hosted.any() and not waits:
+        if not any_hosted and not waits:
             if self._speculation is not None:
                 # features are kept: heads go on from them when drafts are wanted again
                 features = None if self._features is None else self._features[: plan.num_tokens].clone()
@@ -240,7 +240,7 @@ class DeviceRunner:
             return pending
         while self._unsettled:  # the host's table must know what came before
             self._unsettled.popleft().result()
-        drawn_here = None if hidden is None or not hosted.any() else self._draw_on_host(plan, hosted, hidden)
+        drawn_here = None if hidden is None or not any_hosted else self._draw_on_host(plan, hosted, hidden)
         result = pending.result() if drawn_here is None else _merged(pending.result(), *drawn_here)
         if waits and self._speculation is not None:
             result = self._speculation.finish(plan, result, self._features)
@@ -260,6 +260,8 @@ class DeviceRunner:
 
     def _pick(self, plan: StepPlan, warm: bool, cut: bool) -> GraphKey | None:
         """The graph that a step without hosted rows might run under."""
+        if plan.num_decodes == plan.num_spans:
+            return self.launcher.pick(plan.num_spans, plan.num_spans, warm, cut)
         if self._builder.is_short(plan):
             return self.launcher.pick_short(plan.num_spans, plan.num_tokens, warm, cut)
         if plan.num_drafts.any():

@@ -8,10 +8,12 @@ admitted with.
 
 from __future__ import annotations
 
+from itertools import repeat
+
 import numpy as np
 import torch
 
-from headrace.core.plan import Admit, StepPlan
+from headrace.core.plan import Admit, NewBlocks, StepPlan
 from headrace.ops.triton.step import (
     CHOICE,
     COMPUTED,
@@ -41,6 +43,13 @@ class Patches:
     def add(self, target: int, words: np.ndarray) -> None:
         """`words` int32, to be written from `target` on."""
         self.segments.append((target & _LOW, target >> 31, self.num_words, len(words)))
+        self.words.append(words)
+        self.num_words += len(words)
+
+    def add_each(self, targets: np.ndarray, words: np.ndarray) -> None:
+        """One word for each of K targets: int64 [K], int32 [K]."""
+        places = range(self.num_words, self.num_words + len(words))
+        self.segments.extend(zip((targets & _LOW).tolist(), (targets >> 31).tolist(), places, repeat(1)))
         self.words.append(words)
         self.num_words += len(words)
 
@@ -81,13 +90,23 @@ class DeviceTable:
             self._classify(admit)
         for row in dict.fromkeys([admit.row for admit in plan.admits] + [fork.row for fork in plan.forks]):
             self._send_row(row)
-        grown: dict[tuple[int, int], tuple[int, int]] = {}
-        for new in plan.new_blocks:
-            first, last = grown.get((new.group, new.row), (new.start, 0))
-            grown[new.group, new.row] = min(first, new.start), max(last, new.start + len(new.ids))
-        for (group, row), (first, last) in grown.items():
-            target = self.view.blocks_at(group) + row * self.view.max_blocks + first
-            self.patches.add(target, self.host.block_tables[group][row, first:last].copy())
+        for group in range(len(self.host.block_tables)):
+            self._send_blocks(group, [new for new in plan.new_blocks if new.group == group])
+
+    def _send_blocks(self, group: int, news: list[NewBlocks]) -> None:
+        """The GPU learns a group's blocks where `news` changed them, as the host has them."""
+        grown: dict[int, tuple[int, int]] = {}
+        for row, _, start, ids in news:
+            first, last = grown.get(row, (start, 0))
+            grown[row] = min(first, start), max(last, start + len(ids))
+        table, at = self.host.block_tables[group], self.view.blocks_at(group)
+        single = [(row, first) for row, (first, last) in grown.items() if last == first + 1]
+        if single:
+            rows, columns = np.array(single, np.int64).T
+            self.patches.add_each(at + rows * self.view.max_blocks + columns, table[rows, columns])
+        for row, (first, last) in grown.items():
+            if last > first + 1:
+                self.patches.add(at + row * self.view.max_blocks + first, table[row, first:last].copy())
 
     def advance(self, plan: StepPlan) -> None:
         """The spans of rows that the host draws for are computed."""

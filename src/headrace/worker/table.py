@@ -36,8 +36,11 @@ class RequestTable:
             self.token_ids[rows, : counts.max()] = self.token_ids[sources, : counts.max()]
             self.token_ids[rows, counts - 1] = tokens
             self.num_tokens[rows], self.num_computed[rows] = counts, self.num_computed[sources]
-        for new in plan.new_blocks:
-            self.block_tables[new.group][new.row, new.start : new.start + len(new.ids)] = new.ids
+        for row, group, start, ids in plan.new_blocks:
+            if len(ids) == 1:  # a row that grows; many do in a step
+                self.block_tables[group][row, start] = ids[0]
+            else:
+                self.block_tables[group][row, start : start + len(ids)] = ids
 
     def commit(self, plan: StepPlan, sampled: Sampled) -> None:
         """Take in what the step sampled: tokens become known, rejected drafts are forgotten."""
