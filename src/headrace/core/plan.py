@@ -86,6 +86,8 @@ class StepPlan:
     block_copies: tuple[tuple[int, int], ...] = ()  # (source block, destination block): copy-on-write
     released: tuple[int, ...] = ()  # rows whose requests ended or were preempted
     yields: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))  # bool [S]: the span reaches its row's end
+    # the step runs so many times, each from the tokens that the run before drew; above 1 all spans are single tokens
+    num_runs: int = 1
     # int32 [P, S]: most drafts by each proposer after the span; P = 0: none is asked; None: no bound
     draft_limits: np.ndarray | None = None
 

@@ -64,6 +64,7 @@ class PlanBuilder:
     admits: list[Admit] = field(default_factory=list)
     new_blocks: list[NewBlocks] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
+    num_runs: int = 1
 
     @property
     def num_tokens(self) -> int:
@@ -107,5 +108,6 @@ class PlanBuilder:
             block_copies=tuple(self.copies),
             released=tuple(released),
             yields=yields,
+            num_runs=self.num_runs,
             draft_limits=draft_limits,
         )

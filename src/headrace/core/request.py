@@ -69,6 +69,7 @@ class Request:
     num_computed: int = field(default=0, init=False)
     num_scheduled: int = field(default=0, init=False)
     runs_ahead: bool = field(default=True, init=False)  # may be scheduled before its last step's tokens are known
+    repeats: bool = field(default=False, init=False)  # its step may run several times before the host looks at it
     num_drafts: int = field(default=0, init=False)  # that the worker holds for its next step
     draft_values: list[float] = field(default_factory=list, init=False)  # of a tree: how likely each node is accepted
     draft_source: int = field(default=0, init=False)  # which of the engine's proposers made them

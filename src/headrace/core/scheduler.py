@@ -25,6 +25,7 @@ from headrace.core.plan_builder import PlanBuilder, PrefixUse, SchedulerLimits, 
 from headrace.core.queue import RequestQueue
 from headrace.core.request import FinishReason, Request, RequestError, TokenOutput
 from headrace.core.stop import accept, broken_off
+from headrace.core.visits import OneRun, Visits, repeat_runs
 
 _NO_VALUES: list[float] = []
 
@@ -38,6 +39,7 @@ class Scheduler:
         kv: KVCacheManager,
         drafting: DraftPolicy | None = None,
         pacing: Pacing | None = None,
+        visits: Visits | None = None,
     ):
         if limits.max_num_batched_tokens < limits.max_num_seqs:
             raise ValueError(
@@ -48,6 +50,7 @@ class Scheduler:
         self.kv = kv
         self.drafting: DraftPolicy = drafting or NoDrafts()
         self.pacing: Pacing = pacing or NoPacing()
+        self.visits: Visits = visits or OneRun()
         self.waiting = RequestQueue(limits.policy)
         self.running: list[Request] = []  # oldest first
         self.trace = StepTrace()
@@ -83,6 +86,7 @@ class Scheduler:
         if request.beam is not None:
             self._add_beam(request.beam)
         request.runs_ahead = request.is_plain and not self.drafting.speculates
+        request.repeats = request.runs_ahead and request.params.is_simple
         leader = request.leader
         if leader is not None and leader.id in self._requests and leader.num_output == 0:
             self._followers.setdefault(leader.id, []).append(request)
@@ -151,6 +155,7 @@ class Scheduler:
         for admit in plan.admits:
             self._requests[admit.request_id].admitted = True
         self.trace.prefixes = [use for use in self.trace.prefixes if self._requests[use.request_id].admitted]
+        self.trace.decisions += repeat_runs(plan, self.visits, self.kv, self.limits.max_model_len)
         self._in_flight[self._next_step] = list(plan.requests)
         self._next_step += 1
         limits = self.drafting.limits(plan.requests, len(self.running))
@@ -347,7 +352,7 @@ class Scheduler:
         outputs: list[TokenOutput] = []
         self.verified = []
         requests = self._in_flight[plan.step_id]  # those that leave meanwhile are taken out
-        decodes = plan.num_decodes if result.only_tokens else 0
+        decodes = plan.num_decodes if result.only_tokens and plan.num_runs == 1 else 0
         self._commit_decodes(requests[:decodes], result.tokens, outputs)
         for index in range(decodes, len(requests)):
             if (request := requests[index]) is not None:
@@ -385,7 +390,7 @@ class Scheduler:
     def _commit_span(self, request: Request, plan: StepPlan, result: StepResult, index: int) -> list[TokenOutput]:
         """Any span."""
         outputs: list[TokenOutput] = []
-        length, num_drafts = int(plan.lengths[index]), int(plan.num_drafts[index])
+        length, num_drafts = int(plan.lengths[index]) * plan.num_runs, int(plan.num_drafts[index])
         request.num_computed += length
         if index in result.errors:
             told = [request] if request.beam is None else request.beam.members
@@ -410,6 +415,8 @@ class Scheduler:
                 if result.draft_sources:
                     request.draft_source = result.draft_sources[index]
                 outputs += accept(request, result.tokens[index], result.logprobs.get(index))
+                if request.finish_reason is not None:  # tokens behind the one that ended it are no part of it
+                    request.num_computed = min(request.num_computed, len(request.token_ids) - 1)
                 self._queue_followers(request)
         if request.num_computed // self.kv.layout.block_size > request.num_entered and request.row >= 0:
             self.kv.advance(request, after_step=self._next_step - 1)

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from headrace.autopilot.depth import AutoDepth, PassCost
+from headrace.autopilot.host_bound import HostBound
 from headrace.autopilot.overlap import RunAhead
 from headrace.autopilot.slo import SloPacing
 from headrace.config import ConfigError, EngineArgs
@@ -23,6 +24,7 @@ from headrace.core.pacing import NoPacing, Pacing
 from headrace.core.plan_builder import SchedulerLimits
 from headrace.core.request import FinishReason, RequestError, TokenOutput
 from headrace.core.scheduler import Scheduler
+from headrace.core.visits import OneRun, Visits
 from headrace.device.cpu import cpu_facts
 from headrace.device.cuda import GpuFacts
 from headrace.executor.inproc import InProcessExecutor
@@ -138,12 +140,17 @@ class Engine:
             self.config.scheduling,
         )
         kv = KVCacheManager(layout, self.config.prefix_caching)
-        scheduler = Scheduler(limits, kv, self._draft_policy(work, draft), self._pacing(work))
+        scheduler = Scheduler(limits, kv, self._draft_policy(work, draft), self._pacing(work), self._visits())
         observer: StepObserver = self._observer or NullObserver()
         self._core = EngineCore(scheduler, self._executor, self.config.steps_in_flight, observer)
         self._streams: dict[str, ChoiceStream] = {}  # core request id -> its choice
         self._ids = itertools.count()
         self._closed = False
+
+    def _visits(self) -> Visits:
+        """Steps of a GPU can run several times a visit; those that drafts may follow are looked at every time."""
+        overlaps = self.config.device != "cpu" and self.config.steps_in_flight > 1
+        return HostBound() if overlaps and not self.config.proposers else OneRun()
 
     def _draft_policy(self, work: WorkModel, draft: DraftSource | None) -> DraftPolicy:
         config = self.config

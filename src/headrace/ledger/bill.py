@@ -207,9 +207,9 @@ class BillKeeper:
         table = self._table
         share = np.full(len(rows), wall) if self._one_request(rows) else np.minimum(np.rint(own * 1e9), wall)
         news = np.empty((len(rows), _SUMS), np.int64)
-        news[:, _SHARE], news[:, _WALL], news[:, _STEPS] = share, wall, 1
+        news[:, _SHARE], news[:, _WALL], news[:, _STEPS] = share, wall, plan.num_runs
         table[rows, :_SUMS] += news
-        table[rows, _END] = starts + lengths - drafts  # drafts count when they have been accepted
+        table[rows, _END] = starts + lengths * plan.num_runs - drafts  # drafts count when they have been accepted
         prefill = starts < table[rows, _KNOWN]
         if prefill.any():
             table[rows, _PREFILL] += news[:, _SHARE] * prefill

@@ -23,6 +23,7 @@ import torch
 from headrace.attention.base import LayerAttention
 from headrace.attention.triton import StepAttention, TritonAttention
 from headrace.core.plan import StageTimes, StepPlan, StepResult, TokenLogprobs
+from headrace.core.visits import MOST_RUNS
 from headrace.layers.attention import Attend
 from headrace.models.blocks import CausalLM
 from headrace.models.spec import ModelSpec
@@ -62,7 +63,8 @@ class DeviceModel(Protocol):
 class _Slot:
     """Where a step's result lands on the host."""
 
-    drawn: torch.Tensor  # int32 [max rows, 1 + most drafts], pinned; of a span with d drafts the first 1 + d count
+    # int32 [MOST_RUNS, max rows, 1 + most drafts], pinned, by run; of a span with d drafts the first 1 + d count
+    drawn: torch.Tensor
     started: torch.cuda.Event | None
     finished: torch.cuda.Event | None
 
@@ -88,7 +90,7 @@ class PendingStep:
         """Wait for the step; int32 [S]: the first token that it drew for each span, negative where there is none."""
         if self._slot.finished is not None:
             self._slot.finished.synchronize()
-        return self._slot.drawn.numpy()[: self._plan.num_spans, 0]
+        return self._slot.drawn.numpy()[0, : self._plan.num_spans, 0]
 
     def result(self) -> StepResult:
         """Wait for the step and read what it drew."""
@@ -99,16 +101,17 @@ class PendingStep:
         return self._result
 
     def _read(self) -> StepResult:
-        waited, slot = 0.0, self._slot
+        waited, slot, runs = 0.0, self._slot, self._plan.num_runs
         if slot.finished is not None and slot.started is not None:
             slot.finished.synchronize()
             waited = slot.started.elapsed_time(slot.finished) / 1e3
             if self._observe is not None:
-                self._observe(self._prepare, waited)
+                self._observe(self._prepare / runs, waited / runs)
         plan = self._plan
-        drawn = slot.drawn.numpy()[: plan.num_spans]
-        sound = drawn[:, 0] >= 0
-        tokens = [[token] for token in drawn[:, 0].tolist()]
+        each = slot.drawn.numpy()[:runs, : plan.num_spans]
+        sound = (each[:, :, 0] >= 0).all(axis=0)
+        tokens = each[:, :, 0].T.tolist()
+        drawn = each[0]
         for index in np.flatnonzero(~(sound & self._yielding)).tolist():
             tokens[index] = []
         errors = dict.fromkeys(np.flatnonzero(~sound & self._yielding).tolist(), DAMAGED)
@@ -172,7 +175,7 @@ class DeviceRunner:
         on_gpu = device.type == "cuda"
         self._slots = [
             _Slot(
-                torch.zeros((max_rows, 1 + most_drafts), dtype=torch.int32, pin_memory=on_gpu),
+                torch.zeros((MOST_RUNS, max_rows, 1 + most_drafts), dtype=torch.int32, pin_memory=on_gpu),
                 torch.cuda.Event(enable_timing=True) if on_gpu else None,
                 torch.cuda.Event(enable_timing=True) if on_gpu else None,
             )
@@ -204,6 +207,7 @@ class DeviceRunner:
         self._cache.copy_blocks(plan.block_copies)
         hosted = table.hosted[plan.rows]
         any_hosted = bool(hosted.any())
+        assert plan.num_runs == 1 or not (any_hosted or waits), "the host sees every token of such rows"
         slot = self._slots[self._turn]
         self._turn = (self._turn + 1) % len(self._slots)
         warm = bool(table.warm[plan.rows].any())
@@ -216,11 +220,12 @@ class DeviceRunner:
         if slot.started is not None:
             slot.started.record()
         hidden = None
-        if key is not None:
-            self.launcher.run(key, plan.num_tokens)
-        else:
-            hidden = self._step_or_too_large(batch, warm, cut)
-        slot.drawn[: plan.num_spans].copy_(self._drawn[: plan.num_spans], non_blocking=True)
+        for run in range(plan.num_runs):
+            if key is not None:
+                self.launcher.run(key, plan.num_tokens)
+            else:
+                hidden = self._step_or_too_large(batch, warm, cut)
+            slot.drawn[run, : plan.num_spans].copy_(self._drawn[: plan.num_spans], non_blocking=True)
         if slot.finished is not None:
             slot.finished.record()
         # a step that waited for a compiler says nothing of the others
