@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from headrace import LLM, SamplingParams
+from headrace.autopilot.host_bound import HostBound
 from headrace.config import ConfigError
 from headrace.worker.graphs import GraphKey, GraphLauncher
 from tiny import write_tiny_llama
@@ -46,6 +47,19 @@ def test_prompts_beside_a_full_table_run_padded(model, gpu_engine, monkeypatch):
     monkeypatch.setattr(GraphLauncher, "pick", lambda *args: keys.append(picked(*args)) or keys[-1])
     assert answers(model, params, PROMPTS[:3], device="cuda", mode="exact", kv_cache="1MiB", **options) == want
     assert any(key.num_rows == 3 for key in keys) and None not in keys
+
+
+@pytest.mark.parametrize("runs", [2, pytest.param(8, marks=pytest.mark.slow)])
+def test_several_runs_of_a_step_give_the_same_tokens(model, gpu_engine, monkeypatch, runs):
+    params = [each.with_(max_tokens=9) for each in (*PARAMS[:3], PARAMS[4])]
+    want = answers(model, params, PROMPTS[:4], device="cpu", mode="exact", **SMALL)
+    monkeypatch.setattr(HostBound, "runs", lambda self, num_rows: runs)
+    with LLM(str(model), device="cuda", mode="exact", kv_cache="1MiB", **SMALL) as llm:
+        outputs = llm.generate(PROMPTS[:4], params)
+        llm.engine.core.scheduler.check()
+        steps = [record for record in llm.engine.ledger.records() if record.num_decode_tokens]
+        assert any(record.num_decode_tokens == runs * record.num_spans for record in steps)
+    assert [[choice.token_ids for choice in output.outputs] for output in outputs] == want
 
 
 @pytest.mark.slow
