@@ -107,11 +107,12 @@ class PendingStep:
                 self._observe(self._prepare, waited)
         plan = self._plan
         drawn = slot.drawn.numpy()[: plan.num_spans]
-        sound = drawn[:, 0] >= 0
         tokens = [[token] for token in drawn[:, 0].tolist()]
-        for index in np.flatnonzero(~(sound & self._yielding)).tolist():
+        errors = {}
+        for index in np.flatnonzero((drawn[:, 0] < 0) | ~self._yielding).tolist():
             tokens[index] = []
-        errors = dict.fromkeys(np.flatnonzero(~sound & self._yielding).tolist(), DAMAGED)
+            if self._yielding[index]:
+                errors[index] = DAMAGED
         drafted = np.flatnonzero(plan.num_drafts * self._yielding).tolist()
         for index in drafted:
             told = drawn[index, : 1 + plan.num_drafts[index]].tolist()
