@@ -41,7 +41,8 @@ def make_core(
     groups = tuple(KVGroup((i,), 1, 8, window) for i, window in enumerate(windows))
     layout = KVLayout(groups, block_size, num_blocks, max_span=budget)
     limits = SchedulerLimits(seqs, budget, max_len, policy)
-    scheduler = Scheduler(limits, KVCacheManager(layout, caching), FixedDepth(drafts) if drafts else None, visits=Runs(runs))
+    drafting = FixedDepth(drafts) if drafts else None
+    scheduler = Scheduler(limits, KVCacheManager(layout, caching), drafting, visits=Runs(runs))
     runner = FakeRunner(block_size, windows, drafts)
     return EngineCore(scheduler, runner, depth), runner
 
@@ -297,10 +298,10 @@ def test_rows_that_the_host_draws_for_are_looked_at_after_every_run():
 
 
 def test_no_run_goes_beyond_the_longest_sequence_or_the_blocks_there_are():
-    core, runner = make_core(runs=8, max_len=10)
+    core, _ = make_core(runs=8, max_len=10)
     core.add(make_request("a", [1, 2, 3], 99))
     assert run(core)["a"] == (expected_output([1, 2, 3], 7), FinishReason.LENGTH)
-    core, runner = make_core(num_blocks=5, seqs=2, runs=8, max_len=20)
+    core, _ = make_core(num_blocks=5, seqs=2, runs=8, max_len=20)
     for name in ("a", "b"):
         core.add(make_request(name, [1, 2, 3], 16))
     outputs = run(core)

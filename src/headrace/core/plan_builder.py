@@ -20,6 +20,13 @@ class SchedulerLimits:
     max_model_len: int  # prompt and output together
     policy: str = "fcfs"
 
+    def __post_init__(self) -> None:
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
+                f"({self.max_num_seqs}), so that every running request can decode in one step"
+            )
+
     @property
     def share(self) -> int:
         """Tokens of a step kept for the prompts with the least left, so that they need not wait behind long ones."""

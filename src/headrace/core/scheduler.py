@@ -41,11 +41,6 @@ class Scheduler:
         pacing: Pacing | None = None,
         visits: Visits | None = None,
     ):
-        if limits.max_num_batched_tokens < limits.max_num_seqs:
-            raise ValueError(
-                f"max_num_batched_tokens ({limits.max_num_batched_tokens}) must be at least max_num_seqs "
-                f"({limits.max_num_seqs}), so that every running request can decode in one step"
-            )
         self.limits = limits
         self.kv = kv
         self.drafting: DraftPolicy = drafting or NoDrafts()

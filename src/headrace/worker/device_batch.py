@@ -273,7 +273,7 @@ class DeviceBatchBuilder:
         buffer.numpy()[segments.size : size] = words
         moved = buffer[:size].to(self._device, non_blocking=True)
         if self._device.type == "cuda":
-            event = torch.cuda.Event()
+            event = event or torch.cuda.Event()
             event.record()
             self._patch_events[turn] = event
         return moved[segments.size :], moved[: segments.size].view(-1, 4)

@@ -108,13 +108,14 @@ class PendingStep:
             if self._observe is not None:
                 self._observe(self._prepare / runs, waited / runs)
         plan = self._plan
-        each = slot.drawn.numpy()[:runs, : plan.num_spans]
-        sound = (each[:, :, 0] >= 0).all(axis=0)
-        tokens = each[:, :, 0].T.tolist()
-        drawn = each[0]
-        for index in np.flatnonzero(~(sound & self._yielding)).tolist():
+        each = slot.drawn.numpy()[:runs, : plan.num_spans, 0]  # of every run
+        drawn = slot.drawn.numpy()[0, : plan.num_spans]
+        tokens = each.T.tolist()
+        errors = {}
+        for index in np.flatnonzero((each < 0).any(axis=0) | ~self._yielding).tolist():
             tokens[index] = []
-        errors = dict.fromkeys(np.flatnonzero(~sound & self._yielding).tolist(), DAMAGED)
+            if self._yielding[index]:
+                errors[index] = DAMAGED
         drafted = np.flatnonzero(plan.num_drafts * self._yielding).tolist()
         for index in drafted:
             told = drawn[index, : 1 + plan.num_drafts[index]].tolist()

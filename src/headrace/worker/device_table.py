@@ -8,12 +8,12 @@ admitted with.
 
 from __future__ import annotations
 
-from itertools import repeat
+from array import array
 
 import numpy as np
 import torch
 
-from headrace.core.plan import Admit, NewBlocks, StepPlan
+from headrace.core.plan import Admit, StepPlan
 from headrace.ops.triton.step import (
     CHOICE,
     COMPUTED,
@@ -36,29 +36,19 @@ class Patches:
     """Segments to be copied into the table, and their words."""
 
     def __init__(self) -> None:
-        self.segments: list[tuple[int, int, int, int]] = []
-        self.words: list[np.ndarray] = []
-        self.num_words = 0
+        self._segments, self._words = array("i"), array("i")
 
     def add(self, target: int, words: np.ndarray) -> None:
-        """`words` int32, to be written from `target` on."""
-        self.segments.append((target & _LOW, target >> 31, self.num_words, len(words)))
-        self.words.append(words)
-        self.num_words += len(words)
-
-    def add_each(self, targets: np.ndarray, words: np.ndarray) -> None:
-        """One word for each of K targets: int64 [K], int32 [K]."""
-        places = range(self.num_words, self.num_words + len(words))
-        self.segments.extend(zip((targets & _LOW).tolist(), (targets >> 31).tolist(), places, repeat(1)))
-        self.words.append(words)
-        self.num_words += len(words)
+        """`words` int32, as they are now, to be written from `target` on."""
+        self._segments.extend((target & _LOW, target >> 31, len(self._words), len(words)))
+        self._words.frombytes(words.tobytes())
 
     def take(self) -> tuple[np.ndarray, np.ndarray] | None:
         """(segments int32 [S, 4], words int32 [W]) gathered so far, which are forgotten; None: nothing."""
-        if not self.segments:
+        if not self._segments:
             return None
-        taken = np.array(self.segments, np.int32), np.concatenate(self.words)
-        self.segments, self.words, self.num_words = [], [], 0
+        taken = np.frombuffer(self._segments, np.int32).reshape(-1, 4), np.frombuffer(self._words, np.int32)
+        self._segments, self._words = array("i"), array("i")
         return taken
 
 
@@ -90,23 +80,14 @@ class DeviceTable:
             self._classify(admit)
         for row in dict.fromkeys([admit.row for admit in plan.admits] + [fork.row for fork in plan.forks]):
             self._send_row(row)
-        for group in range(len(self.host.block_tables)):
-            self._send_blocks(group, [new for new in plan.new_blocks if new.group == group])
-
-    def _send_blocks(self, group: int, news: list[NewBlocks]) -> None:
-        """The GPU learns a group's blocks where `news` changed them, as the host has them."""
-        grown: dict[int, tuple[int, int]] = {}
-        for row, _, start, ids in news:
-            first, last = grown.get(row, (start, 0))
-            grown[row] = min(first, start), max(last, start + len(ids))
-        table, at = self.host.block_tables[group], self.view.blocks_at(group)
-        single = [(row, first) for row, (first, last) in grown.items() if last == first + 1]
-        if single:
-            rows, columns = np.array(single, np.int64).T
-            self.patches.add_each(at + rows * self.view.max_blocks + columns, table[rows, columns])
-        for row, (first, last) in grown.items():
-            if last > first + 1:
-                self.patches.add(at + row * self.view.max_blocks + first, table[row, first:last].copy())
+        grown: dict[tuple[int, int], tuple[int, int]] = {}
+        for row, group, start, ids in plan.new_blocks:
+            end, known = start + len(ids), grown.get((group, row))
+            grown[group, row] = (start, end) if known is None else (min(known[0], start), max(known[1], end))
+        tables, size = self.host.block_tables, self.view.max_blocks
+        at = [self.view.blocks_at(group) for group in range(len(tables))]
+        for (group, row), (first, end) in grown.items():
+            self.patches.add(at[group] + row * size + first, tables[group][row, first:end])
 
     def advance(self, plan: StepPlan) -> None:
         """The spans of rows that the host draws for are computed."""
@@ -121,13 +102,12 @@ class DeviceTable:
         host.token_ids[row, at] = token
         host.num_tokens[row] += 1
         self.send_tokens(row, at, at + 1)
-        self.patches.add(row * RECORD + KNOWN, host.num_tokens[row : row + 1].copy())
+        self.patches.add(row * RECORD + KNOWN, host.num_tokens[row : row + 1])
 
     def send_tokens(self, row: int, first: int, end: int) -> None:
         """The GPU learns tokens first .. end-1 of a row, as the host has them, with the next patches."""
         if end > first:
-            words = self.host.token_ids[row, first:end].copy()
-            self.patches.add(self.view.tokens_at + row * self.view.max_len + first, words)
+            self.patches.add(self.view.tokens_at + row * self.view.max_len + first, self.host.token_ids[row, first:end])
 
     def send_progress(self, row: int, shift: int = 0) -> None:
         """The GPU learns how many tokens of a row are known and computed, and its `shift` (ops/triton/step.py)."""
@@ -163,4 +143,4 @@ class DeviceTable:
         record[CHOICE : CHOICE + 2] = sampling.choice[row : row + 1].view(np.int32)
         self.patches.add(row * RECORD, record)
         count = int(host.num_tokens[row])
-        self.patches.add(self.view.tokens_at + row * self.view.max_len, host.token_ids[row, :count].copy())
+        self.patches.add(self.view.tokens_at + row * self.view.max_len, host.token_ids[row, :count])
