@@ -20,6 +20,7 @@ _DEFAULT_BLOCK = 16
 _KV_SHARE = 0.3
 _KV_NAMES = {"fp32": "float32", "bf16": "bfloat16", "int8": "int8"}
 _MOST_DRAFTS = 16
+_MOST_TREE = 63  # nodes of a tree on a GPU: masks of ancestors have a bit for each, and one for the token before
 _SUFFIX_TOKENS = 1 << 18  # 5 MiB
 _GRAPH_BYTES = 1 << 30  # of GPU memory, kept for graphs and the library's workspaces
 
@@ -105,7 +106,7 @@ def _gpu(
     limit = parse_bytes(args.gpu_memory, gpu.total_memory, "gpu_memory")
     budget, seqs = args.max_num_batched_tokens or 8192, args.max_num_seqs or 256
     inner = max(2 * spec.intermediate_size, spec.q_size + 2 * spec.kv_size)
-    drafts = 0 if args.speculate == "off" else args.num_draft_tokens or _MOST_DRAFTS
+    drafts = 0 if args.speculate == "off" else args.draft_tree or args.num_draft_tokens or _MOST_DRAFTS
     lines = min(budget, seqs * (1 + drafts))  # of logits
     activations = budget * (inner + 8 * spec.hidden_size) * element * 2 + 3 * lines * spec.vocab_size * 4
     others = gpu.total_memory - gpu.free_memory
@@ -148,8 +149,8 @@ def _refuse_on_gpus(args: EngineArgs, drafter: str | None) -> None:
             "on a GPU a draft that is verified is computed by other kernels than a token alone, so with speculation "
             "logits are not invariant; leave out speculate or invariant"
         )
-    if args.draft_tree:
-        raise ConfigError("draft_tree does not run on GPUs yet; leave it out, for chains of drafts, or give device=cpu")
+    if args.draft_tree > _MOST_TREE:
+        raise ConfigError(f"draft_tree is at most {_MOST_TREE} on GPUs, not {args.draft_tree}")
     if args.verify != "same":
         raise ConfigError(f"verify={args.verify} does not run on GPUs yet; leave it out or give device=cpu")
     if args.speculate == "synthetic":

@@ -32,7 +32,7 @@ class TritonMeta:
     alone: tuple[tuple[int, int], ...]  # tokens from .. to of long spans that see nothing but themselves
     fused: bool  # spans of one token take rotation and cache writes upon themselves
     space: DecodeSpace
-    short: SpanSpace | None = None  # all spans are short, and their contexts are split
+    short: SpanSpace | None = None  # spans but those of tiles and alone are short, and their contexts are split
     tree: tuple[torch.Tensor, torch.Tensor] | None = None  # as span_attention takes it
 
 
@@ -41,7 +41,10 @@ class TritonAttention:
 
     name = "triton"
     caps = AttentionCaps(
-        devices=frozenset({"cuda"}), kv_formats=frozenset({"bfloat16", "float16", "float32"}), graph_support=True
+        devices=frozenset({"cuda"}),
+        kv_formats=frozenset({"bfloat16", "float16", "float32"}),
+        graph_support=True,
+        trees=True,
     )
 
     def __init__(self, block_size: int):
@@ -79,7 +82,7 @@ class TritonAttention:
         if not batch.most_queries or not self._short_spaces:
             return None
         few = batch.spans.rows.shape[0] <= self._rules[group].split_rows
-        return self._short_spaces[group] if few or batch.ancestors is not None else None
+        return self._short_spaces[group] if few or batch.tree is not None else None
 
     @staticmethod
     def alone_from(layers: list[LayerAttention], dtype: torch.dtype) -> int:
@@ -101,8 +104,12 @@ class TritonAttention:
         if (short := self._short_space(batch, group)) is not None:
             paged = replace(paged, num_rows=spans.num_rows)
             plan_spans(paged, shape, spec.window or 0, short)
-            tree = None if batch.ancestors is None else (batch.ancestors, spans.positions)
-            return TritonMeta(paged, spans.slots[group], 0, None, (), False, self._spaces[group], short, tree)
+            tree = None if batch.tree is None else (batch.tree.ancestors, spans.positions)
+            # beside trees there may be prompts
+            tiles = batch.tiles if batch.longest > batch.most_queries and not batch.mixed else None
+            return TritonMeta(
+                paged, spans.slots[group], 0, tiles, batch.alone, False, self._spaces[group], short, tree
+            )
         fused = decodes <= self._rules[group].fused_rows and not batch.mixed and not RUNTIME.invariant
         if decodes:
             first = replace(paged, rows=spans.rows[:decodes])

@@ -14,7 +14,9 @@ import torch
 from headrace.core.plan import StepPlan
 from headrace.ops.triton.runtime import RUNTIME
 from headrace.ops.triton.step import Lines, StepSpans
+from headrace.ops.triton.trees import TreeSpans
 from headrace.worker.device_table import DeviceTable
+from headrace.worker.device_trees import StepTrees, TreeBuffers
 from headrace.worker.graphs import GraphKey
 
 _RING = 4  # pinned buffers: more than there can be steps in flight, if nobody says how many
@@ -34,8 +36,8 @@ class DeviceBatch:
     longest: int  # tokens of the longest span
     alone: tuple[tuple[int, int], ...] = ()  # tokens from .. to of spans that the library's attention serves
     mixed: bool = False  # padded, and any span may have any length: only the GPU knows
-    most_queries: int = 0  # where all spans are short: tokens that each has at most
-    ancestors: torch.Tensor | None = None  # int64 [T], where spans are token trees: see ops/triton/spans.py
+    most_queries: int = 0  # where all spans are short, or some are trees: tokens that each short one has at most
+    tree: TreeSpans | None = None  # of T tokens, where spans are token trees
 
 
 class _Layout:
@@ -73,9 +75,10 @@ class DeviceBatchBuilder:
         device: torch.device,
         most_drafts: int = 0,
         ring: int = _RING,
+        trees: bool = False,
     ):
         """`tile`: queries of a tile of prefill; spans of `alone_from` tokens and more without a prefix have none.
-        `most_drafts`: of a span; `ring`: more than there can be steps in flight."""
+        `most_drafts`: of a span, which may be `trees`; `ring`: more than there can be steps in flight."""
         max_rows += most_drafts > 0  # steps that verify have one more span, for the padding
         self._table = table
         self._most_drafts = most_drafts
@@ -93,6 +96,7 @@ class DeviceBatchBuilder:
         self._patch_pinned = [torch.zeros(0, dtype=torch.int32) for _ in range(ring)]
         self._patch_events: list[torch.cuda.Event | None] = [None] * ring
         self._patch_turn = 0
+        self._trees = TreeBuffers(max_tokens, ring, device) if trees else None
         groups = table.view.num_groups
 
         def zeros(*shape: int) -> torch.Tensor:
@@ -127,7 +131,12 @@ class DeviceBatchBuilder:
             longest=tokens,
             mixed=True,
             most_queries=1 + self._most_drafts if key.short else 0,
+            tree=self._tree(tokens) if key.tree else None,
         )
+
+    def _tree(self, num_tokens: int) -> TreeSpans:
+        assert self._trees is not None, "the configuration has no trees"
+        return self._trees.spans(num_tokens)
 
     def _spans(self, num_rows: int, num_tokens: int) -> StepSpans:
         return StepSpans(
@@ -145,6 +154,8 @@ class DeviceBatchBuilder:
         words = self._blank()
         self._pad(words, key, 0, 0)
         self._upload(words)
+        if key.tree and self._trees is not None:
+            self._trees.clear()
 
     def _blank(self) -> np.ndarray:
         """The content of a step without spans, nor tiles: attention would take 0 for a tile of span 0."""
@@ -171,8 +182,8 @@ class DeviceBatchBuilder:
         """All spans are as short as those that verify drafts, and some are longer than one token."""
         return 1 < int(plan.lengths.max()) <= 1 + self._most_drafts
 
-    def send(self, plan: StepPlan, key: GraphKey | None) -> DeviceBatch:
-        """Bring a step to the GPU, to run padded to `key`, or as it is."""
+    def send(self, plan: StepPlan, key: GraphKey | None, trees: StepTrees | None = None) -> DeviceBatch:
+        """Bring a step to the GPU, to run padded to `key`, or as it is; `trees`: those among its spans."""
         count, lengths, rows = plan.num_spans, plan.lengths, plan.rows
         drawn = plan.yields & ~self._table.hosted[rows]
         words = self._blank()
@@ -182,13 +193,16 @@ class DeviceBatchBuilder:
         np.cumsum(lengths, out=starts[1 : count + 1])
         decodes = int(np.argmax(lengths != 1)) if (lengths != 1).any() else count
         short = self.is_short(plan) and not RUNTIME.invariant if key is None else key.short
-        if short:
+        if short or trees is not None:
             decodes = 0
+        if trees is not None and self._trees is not None:
+            self._trees.send(trees)
         parts["counts"][:] = count, decodes
         parts["num_drafts"][:count] = np.where(drawn, plan.num_drafts, 0)
         num_lines = self._lines(plan, key, parts, drawn)
         alone = self._alone(plan, key)
-        tiled = [span for span in range(decodes, count) if not alone[span]]
+        shortest = 2 + self._most_drafts if trees is not None and not short else 1  # shorter ones are not tiles'
+        tiled = [span for span in range(decodes, count) if not alone[span] and lengths[span] >= shortest]
         tiles = [(span, first) for span in tiled for first in range(0, int(lengths[span]), self._tile)]
         if tiles:
             parts["tile_span"][: len(tiles)], parts["tile_first"][: len(tiles)] = np.array(tiles, np.int32).T
@@ -208,7 +222,8 @@ class DeviceBatchBuilder:
             tiles=(self._part("tile_span", len(tiles)), self._part("tile_first", len(tiles))) if tiles else None,
             longest=int(lengths.max()),
             alone=tuple((int(starts[span]), int(starts[span + 1])) for span in np.flatnonzero(alone)),
-            most_queries=1 + self._most_drafts if short else 0,
+            most_queries=1 + self._most_drafts if short or trees is not None else 0,
+            tree=None if trees is None else self._tree(plan.num_tokens),
         )
 
     def _lines(self, plan: StepPlan, key: GraphKey | None, parts: dict[str, np.ndarray], drawn: np.ndarray) -> int:

@@ -84,7 +84,8 @@ class DeviceWorker:
             )
             assert isinstance(backend, TritonAttention)
             self.attention_backend = backend.name
-            most_queries = 1 + config.max_draft_tokens if config.proposers else 0
+            most = (config.draft_tree or config.max_draft_tokens) if config.proposers else 0
+            most_queries = 1 + most if most else 0
             backend.reserve(
                 layout.groups, spec.num_heads, config.max_num_seqs, device, config.max_model_len, most_queries
             )
@@ -101,8 +102,11 @@ class DeviceWorker:
                 Sampler(default_stages([GrammarTokens(grammars)] if grammars is not None else [])),
                 config.max_num_batched_tokens,
                 graphs=config.graphs,
-                speculation=Speculation(table, self.proposer, config.max_draft_tokens) if config.proposers else None,
-                most_drafts=config.max_draft_tokens if config.proposers else 0,
+                speculation=Speculation(table, self.proposer, config.max_draft_tokens, config.draft_tree)
+                if config.proposers
+                else None,
+                most_drafts=most,
+                trees=config.draft_tree > 0,
             )
 
     @property

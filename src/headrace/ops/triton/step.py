@@ -77,9 +77,10 @@ def _build(
 
 @kernel
 def _chunk_best(
-    logits, values, tokens, vocab, chunk, num_chunks, table, rows, spans, line_of, bounds, thresholds,
+    logits, values, tokens, vocab, chunk, num_chunks, table, rows, spans, line_of, shift, bounds, thresholds,
     RECORD: tl.constexpr, TEMPERATURE: tl.constexpr, SEED: tl.constexpr, CHOICE: tl.constexpr, KNOWN: tl.constexpr,
-    SHIFT: tl.constexpr, WARM: tl.constexpr, DRAFTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    SHIFT: tl.constexpr, WARM: tl.constexpr, DRAFTS: tl.constexpr, TREES: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     line, piece = tl.program_id(0), tl.program_id(1)
     if PDL:
@@ -94,6 +95,8 @@ def _chunk_best(
         position = tl.load(record + KNOWN) + tl.load(record + SHIFT)
         if DRAFTS:
             position += line - tl.load(line_of + tl.load(spans + line))
+        if TREES:
+            position += tl.load(shift + line)
     top = float("-inf")
     winner = 2147483647
     damaged = 0
@@ -145,6 +148,28 @@ def _best_of_chunks(values, tokens, bounds, num_chunks, WIDTH: tl.constexpr, PDL
     tl.store(bounds + line, tl.max(value, axis=0))
 
 
+@triton.jit
+def winner_of(
+    line, greedy_values, greedy_tokens, warm_values, warm_tokens, num_chunks, temperature,
+    WARM: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The token that the pieces of a line of logits chose; -2 where nothing can be drawn. `temperature` points to that
+    of the line's row."""
+    index = tl.arange(0, WIDTH)
+    mask = index < num_chunks
+    place = line * num_chunks + index
+    value = tl.load(greedy_values + place, mask=mask, other=float("-inf"))
+    token = tl.load(greedy_tokens + place, mask=mask, other=2147483647)
+    damaged = tl.min(token, axis=0) < 0
+    if WARM:  # noqa: SIM102  (a constant of the kernel: what follows it may not exist)
+        if tl.load(temperature).to(tl.float32, bitcast=True) > 0.0:
+            value = tl.load(warm_values + place, mask=mask, other=float("-inf"))
+            token = tl.load(warm_tokens + place, mask=mask, other=2147483647)
+    top = tl.max(value, axis=0)
+    winner = tl.min(tl.where(value == top, token, 2147483647), axis=0)
+    return tl.where(damaged | (top == float("-inf")), -2, winner)
+
+
 @kernel
 def _commit(
     table, rows, query_start, num_rows, line_of, num_drafts, greedy_values, greedy_tokens, warm_values, warm_tokens,
@@ -167,23 +192,14 @@ def _commit(
         kept = length  # tokens of the span that stand
         if line >= 0:
             known = tl.load(record + KNOWN)
-            index = tl.arange(0, WIDTH)
-            mask = index < num_chunks
             count = 0
             going = 1  # every draft so far was the token drawn
             for step in tl.range(0, drafts + 1):
                 if going > 0:
-                    place = (line + step) * num_chunks + index
-                    value = tl.load(greedy_values + place, mask=mask, other=float("-inf"))
-                    token = tl.load(greedy_tokens + place, mask=mask, other=2147483647)
-                    damaged = tl.min(token, axis=0) < 0
-                    if WARM:  # noqa: SIM102  (a constant of the kernel: what follows it may not exist)
-                        if tl.load(record + TEMPERATURE).to(tl.float32, bitcast=True) > 0.0:
-                            value = tl.load(warm_values + place, mask=mask, other=float("-inf"))
-                            token = tl.load(warm_tokens + place, mask=mask, other=2147483647)
-                    top = tl.max(value, axis=0)
-                    winner = tl.min(tl.where(value == top, token, 2147483647), axis=0)
-                    winner = tl.where(damaged | (top == float("-inf")), -2, winner)
+                    winner = winner_of(
+                        line + step, greedy_values, greedy_tokens, warm_values, warm_tokens, num_chunks,
+                        record + TEMPERATURE, WARM, WIDTH,
+                    )  # fmt: skip
                     there = table + tokens_at + row * tokens_stride + tl.minimum(known + step, limit - 1)
                     draft = tl.load(there)
                     # where nothing can be drawn behind an accepted draft the span ends: the next step meets it first
@@ -273,42 +289,57 @@ class Lines:
     span_of: torch.Tensor  # int32 [L]
     line_of: torch.Tensor  # int32 [R]  the first line whose token counts; -1: the span yields no token
     num_drafts: torch.Tensor | None = None  # int32 [R]  drafts of each span, judged by its lines; None: nowhere any
+    shift: torch.Tensor | None = None  # int32 [L]  of trees: depth less place, as TreeSpans has it; None: chains only
 
 
-def draw_and_commit(
-    view: TableView, spans: StepSpans, lines: Lines, logits: torch.Tensor, warm: bool, cut: bool, drawn: torch.Tensor
-) -> None:
-    """Draw a token from every line of logits float32 [L, V], write it into the table, and every span's progress.
+@dataclass(frozen=True)
+class Draws:
+    """What was drawn from each line of logits, in pieces of the vocabulary: the best of each, and its token."""
 
-    `warm`: some row may have a temperature; `cut`: some may have top_k, top_p or min_p. `drawn` int32 [R] gets the
-    tokens; -2 where the logits are not finite. What is drawn is what sampling/sampler.py defines.
+    values: torch.Tensor  # float32 [2, L, pieces]  of greedy rows, of rows with a temperature
+    tokens: torch.Tensor  # int32 [2, L, pieces]
+    warm: bool
 
-    With drafts, which lie in the table behind a row's known tokens, a span of d drafts has 1 + d lines from its
-    `line_of` on. Its tokens are those drawn, up to the first that is not the draft there; the row's progress is set
-    back by the drafts that were refused. `drawn` is int32 [R, 1 + most drafts] then, and -1 follows a span's last token
-    where it has fewer than 1 + d.
+    @property
+    def num_chunks(self) -> int:
+        return self.values.shape[2]
+
+    @property
+    def width(self) -> int:
+        """A power of two that holds the pieces."""
+        return power_of_two(self.num_chunks, 16)
+
+
+def draw(view: TableView, spans: StepSpans, lines: Lines, logits: torch.Tensor, warm: bool, cut: bool) -> Draws:
+    """Draw a token from every line of logits float32 [L, V]: what sampling/sampler.py defines.
+
+    `warm`: some row may have a temperature; `cut`: some may have top_k, top_p or min_p.
     """
     count, vocab = logits.shape
     device = logits.device
     chunk = max(_LEAST_CHUNK, power_of_two(-(-vocab // _CHUNKS)))
     num_chunks = -(-vocab // chunk)
-    width = power_of_two(num_chunks, 16)
     values = torch.empty((2, max(count, 1), num_chunks), dtype=torch.float32, device=device)
     tokens = torch.empty((2, max(count, 1), num_chunks), dtype=torch.int32, device=device)
+    draws = Draws(values, tokens, warm)
+    if not count:
+        return draws
     bounds = thresholds = values
     places = {"RECORD": RECORD, "TEMPERATURE": TEMPERATURE}
-    drafts = lines.num_drafts is not None
-    noise = {"SEED": SEED, "CHOICE": CHOICE, "KNOWN": KNOWN, "SHIFT": SHIFT, "DRAFTS": drafts}
+    noise = {"SEED": SEED, "CHOICE": CHOICE, "KNOWN": KNOWN, "SHIFT": SHIFT, "DRAFTS": lines.num_drafts is not None}
+    noise["TREES"] = lines.shift is not None
     grid = (count, num_chunks)
-    common = (vocab, chunk, num_chunks, view.words, spans.rows, lines.span_of, lines.line_of)
-    if count:
-        _chunk_best[grid](
-            logits, values[0], tokens[0], *common, bounds, thresholds, **places, **noise, WARM=False, BLOCK=1024,
-            **launch_options(num_warps=4),
-        )  # fmt: skip
-    if count and warm:
+    shift = lines.span_of if lines.shift is None else lines.shift
+    common = (vocab, chunk, num_chunks, view.words, spans.rows, lines.span_of, lines.line_of, shift)
+    _chunk_best[grid](
+        logits, values[0], tokens[0], *common, bounds, thresholds, **places, **noise, WARM=False, BLOCK=1024,
+        **launch_options(num_warps=4),
+    )  # fmt: skip
+    if warm:
         bounds = torch.empty(count, dtype=torch.float32, device=device)
-        _best_of_chunks[(count,)](values[0], tokens[0], bounds, num_chunks, WIDTH=width, **launch_options(num_warps=1))
+        _best_of_chunks[(count,)](
+            values[0], tokens[0], bounds, num_chunks, WIDTH=draws.width, **launch_options(num_warps=1)
+        )
         if cut:
             limits = (TOP_K, TOP_P, MIN_P)
             thresholds = find_thresholds(
@@ -320,10 +351,26 @@ def draw_and_commit(
             logits, values[1], tokens[1], *common, bounds, thresholds, **places, **noise, WARM=True, BLOCK=1024,
             **launch_options(num_warps=4),
         )  # fmt: skip
+    return draws
+
+
+def draw_and_commit(
+    view: TableView, spans: StepSpans, lines: Lines, logits: torch.Tensor, warm: bool, cut: bool, drawn: torch.Tensor
+) -> None:
+    """`draw` a token from every line of logits, write it into the table, and every span's progress.
+
+    `drawn` int32 [R] gets the tokens; -2 where the logits are not finite.
+
+    With drafts, which lie in the table behind a row's known tokens, a span of d drafts has 1 + d lines from its
+    `line_of` on. Its tokens are those drawn, up to the first that is not the draft there; the row's progress is set
+    back by the drafts that were refused. `drawn` is int32 [R, 1 + most drafts] then, and -1 follows a span's last token
+    where it has fewer than 1 + d.
+    """
+    draws, drafts = draw(view, spans, lines, logits, warm, cut), lines.num_drafts is not None
     _commit[(spans.rows.shape[0],)](
         view.words, spans.rows, spans.query_start, spans.num_rows, lines.line_of,
-        lines.line_of if lines.num_drafts is None else lines.num_drafts, values[0], tokens[0], values[1], tokens[1],
-        num_chunks, view.tokens_at, view.max_len, view.max_len, drawn, drawn.stride(0),
-        RECORD=RECORD, KNOWN=KNOWN, COMPUTED=COMPUTED, TEMPERATURE=TEMPERATURE, WARM=warm, DRAFTS=drafts, WIDTH=width,
-        **launch_options(num_warps=1),
+        lines.line_of if lines.num_drafts is None else lines.num_drafts, draws.values[0], draws.tokens[0],
+        draws.values[1], draws.tokens[1], draws.num_chunks, view.tokens_at, view.max_len, view.max_len, drawn,
+        drawn.stride(0), RECORD=RECORD, KNOWN=KNOWN, COMPUTED=COMPUTED, TEMPERATURE=TEMPERATURE, WARM=warm,
+        DRAFTS=drafts, WIDTH=draws.width, **launch_options(num_warps=1),
     )  # fmt: skip
