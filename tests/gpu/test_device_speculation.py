@@ -166,14 +166,10 @@ def test_aborts_leave_nothing_behind(model, gpu_engine, knowing, expected):
 
 
 def test_what_a_gpu_cannot_verify_yet_is_said(model, gpu_engine, tmp_path):
-    with pytest.raises(ConfigError, match="verify=residual does not run on GPUs yet"):
-        LLM(model, device="cuda", speculate="ngram", verify="residual")
     with pytest.raises(ConfigError, match="leave out speculate or invariant"):
         LLM(model, device="cuda", speculate="ngram", invariant=True)
     with pytest.raises(ConfigError, match="speculate=medusa does not run on GPUs yet"):
         LLM(model, device="cuda", speculate="medusa", draft_model=write_heads(tmp_path / "heads"))
-    with pytest.raises(ConfigError, match="speculate=synthetic does not run on GPUs yet"):
-        LLM(model, device="cuda", speculate="synthetic", synthetic_acceptance=0.5)
 
 
 @pytest.mark.slow

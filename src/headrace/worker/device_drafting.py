@@ -65,6 +65,6 @@ def make_device_proposer(
             runner = DeviceHeadRunner(model, passes, layout, max_len, most)
         else:
             runner = DeviceDraftRunner(model, passes, layout, max_len)
-        return DeviceDraftProposer(runner, most)
+        return DeviceDraftProposer(runner, most, target.spec.vocab_size)
 
     return combine(config, make_network)

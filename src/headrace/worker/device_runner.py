@@ -29,7 +29,7 @@ from headrace.models.spec import ModelSpec
 from headrace.ops.triton.paged import HeadShape
 from headrace.ops.triton.prefill import prefill_tile
 from headrace.ops.triton.runtime import RUNTIME
-from headrace.ops.triton.step import build_inputs, draw, draw_and_commit, patch
+from headrace.ops.triton.step import Keep, build_inputs, draw, draw_and_commit, patch
 from headrace.ops.triton.trees import commit_trees, move_paths
 from headrace.ops.xp import Array
 from headrace.sampling.logprobs import SLICE, by_span, token_logprobs
@@ -157,9 +157,12 @@ class DeviceRunner:
         most_drafts: int = 0,
         ring: int = _RING,
         trees: bool = False,
+        keep: Keep = Keep.NOTHING,
+        acceptance: float | None = None,
     ):
         """`most_drafts`: of a span. Steps of spans no longer than 1 + these have graphs of their own. `ring`: more than
-        there can be steps in flight. `trees`: drafts may be token trees."""
+        there can be steps in flight. `trees`: drafts may be token trees. `keep` and `acceptance`: see draw_and_commit,
+        which takes both from chains of drafts alone."""
         self._model, self._cache, self._table, self._backend, self._sampler = model, cache, table, backend, sampler
         self._layers = model.attention_layers
         device = table.view.words.device
@@ -167,7 +170,7 @@ class DeviceRunner:
         layer = self._layers[0]
         tile = prefill_tile(HeadShape(layer.num_heads, layer.num_kv_heads, layer.head_dim))
         alone_from = backend.alone_from(self._layers, cache.dtype)
-        self._speculation = speculation
+        self._speculation, self._keep, self._acceptance = speculation, keep, acceptance
         self._builder = DeviceBatchBuilder(
             table, max_rows, max_tokens, tile, alone_from, device, most_drafts=most_drafts, ring=ring, trees=trees
         )
@@ -324,7 +327,9 @@ class DeviceRunner:
         wanted = hidden if batch.logit_index is None else hidden.index_select(0, batch.logit_index)
         self._logits = self._model.logits(wanted) if wanted.shape[0] else hidden.new_zeros((0, 1), dtype=torch.float32)
         if batch.tree is None or self._paths is None:
-            draw_and_commit(view, batch.spans, batch.lines, self._logits, warm, cut, self._drawn)
+            draw_and_commit(
+                view, batch.spans, batch.lines, self._logits, warm, cut, self._drawn, self._keep, self._acceptance
+            )
             return hidden
         shift = batch.tree.shift
         lines = replace(
