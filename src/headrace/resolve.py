@@ -142,7 +142,7 @@ def _kv_size(spec: ModelSpec) -> int:
     return 2 * spec.num_layers * spec.kv_size
 
 
-def _refuse_on_gpus(args: EngineArgs, drafter: str | None) -> None:
+def _refuse_on_gpus(args: EngineArgs) -> None:
     """ConfigError for ways to speculate that a GPU does not know yet."""
     if args.invariant and args.speculate != "off":
         raise ConfigError(
@@ -151,8 +151,6 @@ def _refuse_on_gpus(args: EngineArgs, drafter: str | None) -> None:
         )
     if args.draft_tree > _MOST_TREE:
         raise ConfigError(f"draft_tree is at most {_MOST_TREE} on GPUs, not {args.draft_tree}")
-    if drafter not in (None, "draft", "eagle", "mtp"):
-        raise ConfigError(f"speculate={drafter} does not run on GPUs yet; take another draft_model, or device=cpu")
 
 
 def _proposers(args: EngineArgs, drafter: str | None) -> tuple[str, ...]:
@@ -236,7 +234,7 @@ def resolve(
             raise ConfigError("quantize is for CPUs; leave it out or give device=cpu")
         if args.mode in ("fast", "int8"):
             raise ConfigError(f"mode={args.mode} is for CPUs; leave it out or give device=cpu")
-        _refuse_on_gpus(args, drafter)
+        _refuse_on_gpus(args)
         dtype = args.dtype if args.dtype != "auto" else "float32" if args.mode == "exact" else "bfloat16"
         if args.mode == "exact" and dtype != "float32":
             raise ConfigError(f"exact mode computes in float32; leave out dtype {dtype} or the mode")

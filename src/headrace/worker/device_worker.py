@@ -92,7 +92,9 @@ class DeviceWorker:
                 Hosts.WARM if config.verify == "residual" else Hosts.ODD,
             )  # fmt: skip
             self._drafts, self._marks = bool(config.proposers), mark_steps()
-            self.proposer = make_device_proposer(config, self.model, scheme, draft, dtype, device, place)
+            self.proposer = make_device_proposer(
+                config, self.model, scheme, draft, dtype, device, place, grammars
+            )
             self._runner = DeviceRunner(
                 self.model,
                 DeviceKVCache(layout, dtype, device),
