@@ -71,7 +71,7 @@ class MlpSpeculator:
                 self._projections.append(linear(f"proj.{head}", inner, in_size))
             if head == 0 or f"ln.{head}.weight" in source:
                 scale, shift = (source.take(f"ln.{head}.{part}", (inner,)) for part in ("weight", "bias"))
-                self._norms.append((source.place(np.float32(scale)), source.place(np.float32(shift))))
+                self._norms.append((source.place(_float(scale)), source.place(_float(shift))))
             if head == 0 or f"head.{head}.weight" in source:
                 self._outputs.append(linear(f"head.{head}", vocab, inner))
 
@@ -93,6 +93,10 @@ class MlpSpeculator:
         x = _normed(x) * scale + shift
         x = xp.asarray(ops.gelu_mul(xp.concat([x, xp.ones_like(x)], axis=1)), dtype=xp.float32)
         return _own(self._outputs, head).scores(x), x
+
+
+def _float(values: np.ndarray) -> np.ndarray:
+    return np.asarray(values, np.float32)
 
 
 def _own(layers: list[_T], head: int) -> _T:

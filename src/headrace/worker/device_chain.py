@@ -17,7 +17,7 @@ import torch
 from headrace.core.plan import StepPlan
 from headrace.ops.triton.step import Keep
 from headrace.worker.device_batch import DeviceBatch, DeviceBatchBuilder
-from headrace.worker.device_runner import DeviceRunner
+from headrace.worker.device_runner import DeviceRunner, PendingStep
 from headrace.worker.graphs import GraphKey, Graphs
 
 _FEW = 16  # rows up to which chains are padded to one size, so that few graphs serve them
@@ -129,6 +129,27 @@ class ChainRunner(DeviceRunner):
         ids, shares = (each[:depth, :count].transpose(0, 1).cpu().numpy() for each in self._chain_ranked)
         return Chained(drawn, (ids, shares))
 
+    @torch.inference_mode()
+    def guess(self, plan: StepPlan) -> Chained:
+        """Run one step whose spans end in tokens that are yet to be guessed, as drafts of which all are accepted: what
+        it drew at each of them and before the first. With `ranks` or `distributions` no graph may hold it."""
+        depths = 1 + plan.num_drafts
+        pending = self.execute(plan)
+        assert isinstance(pending, PendingStep)
+        columns = np.arange(int(depths.max()))
+        there = columns < depths[:, None]
+        tokens = np.where(there, pending.drawn()[:, columns], -1).astype(np.int32)
+
+        def placed(lines: torch.Tensor) -> np.ndarray:
+            whole = np.zeros((*there.shape, lines.shape[1]), lines.cpu().numpy().dtype)
+            whole[there] = lines.cpu().numpy()
+            return whole
+
+        assert self._logits is not None
+        ranked = tuple(map(placed, _ranked(self._logits, self._ranks))) if self._ranks else ()
+        probs = placed(self._logits.softmax(-1)) if self._distributions else None
+        return Chained(tokens, (ranked[0], ranked[1]) if ranked else None, probs)
+
     def close(self) -> None:
         """See DeviceRunner."""
         self.chains.clear()
@@ -151,14 +172,13 @@ class ChainRunner(DeviceRunner):
         """See DeviceRunner."""
         hidden = super()._step(batch, warm, cut)
         logits, lines = self._logits, batch.lines.line_of
-        if logits is None or not logits.shape[0] or not (self._ranks or self._distributions):
+        told = (self._ranks or self._distributions) and self._acceptance is None  # `guess` sees to all lines itself
+        if logits is None or not logits.shape[0] or not told:
             return hidden
         scores = logits.index_select(0, lines.clamp(min=0))  # a line a span: that of its first draft
         if self.ranked is not None:
-            best, ids = scores.topk(self._ranks)
-            shares = (best - scores.logsumexp(-1, keepdim=True)).exp().nan_to_num(posinf=0.0)
-            self.ranked[0][: len(ids)].copy_(ids)
-            self.ranked[1][: len(ids)].copy_(shares)
+            for buffer, part in zip(self.ranked, _ranked(scores, self._ranks), strict=True):
+                buffer[: len(part)].copy_(part)
         if self._distributions:
             self.probs = scores.softmax(-1)
         return hidden
@@ -167,3 +187,9 @@ class ChainRunner(DeviceRunner):
         self._saved = None if self._carried is None else self._carried.clone()
         self._builder.idle(key.first)
         self._following.idle(key.follow)
+
+
+def _ranked(scores: torch.Tensor, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the best tokens [L, ranks] of scores [L, V], softmax's share of each)."""
+    best, ids = scores.topk(ranks)
+    return ids, (best - scores.logsumexp(-1, keepdim=True)).exp().nan_to_num(posinf=0.0)

@@ -27,6 +27,7 @@ from headrace.worker.device_networks import (
     DeviceDraftProposer,
     DeviceDraftRunner,
     DeviceHeadRunner,
+    DeviceParallelRunner,
     HeadModel,
     Passes,
 )
@@ -70,12 +71,14 @@ def make_device_proposer(
             model = HeadModel(head, max_tokens, device)
         backend, _ = select_backend("cuda", config.dtype, model.attention_layers, layout.block_size)
         assert isinstance(backend, TritonAttention)
-        passes = Passes(model, layout, backend, config, dtype, device, max_tokens)
+        passes = Passes(model, layout, backend, config, dtype, device, max_tokens, draft.mask_token is not None)
         runner: DeviceDraftRunner | DeviceHeadRunner
         if isinstance(model, HeadModel):
             runner = DeviceHeadRunner(model, passes, layout, max_len, most)
-        else:
+        elif draft.mask_token is None:
             runner = DeviceDraftRunner(model, passes, layout, max_len)
+        else:
+            runner = DeviceParallelRunner(model, passes, layout, max_len, draft.mask_token)
         return DeviceDraftProposer(runner, most, target.spec.vocab_size)
 
     return combine(config, make_network)

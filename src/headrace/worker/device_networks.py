@@ -31,6 +31,7 @@ from headrace.spec.base import DraftContext, Drafts
 from headrace.spec.draft_model import RANKS
 from headrace.spec.draft_runner import DraftFollower
 from headrace.spec.eagle import HeadFollower, HeadRow
+from headrace.spec.parallel_draft import check_mask_token
 from headrace.spec.tree import TokenTree, ladder_tree, packed
 from headrace.worker.device_cache import DeviceKVCache
 from headrace.worker.device_chain import Chained, ChainRunner
@@ -112,7 +113,7 @@ def _gathered(steps: Sequence[_Step], num_rows: int) -> Chained:
         there = [each.cpu().numpy() for each in tensors if each is not None]
         return together(there, 0) if len(there) == len(tensors) else None
 
-    tokens = together([step.pending.drawn() for step in steps], -1)
+    tokens = together([step.pending.drawn()[:, 0] for step in steps], -1)
     ids, shares = (fetched([None if s.ranked is None else s.ranked[part] for s in steps]) for part in (0, 1))
     ranked = None if ids is None or shares is None else (ids, shares)
     return Chained(tokens, ranked, fetched([step.probs for step in steps]))
@@ -130,7 +131,9 @@ class Passes:
         dtype: torch.dtype,
         device: torch.device,
         max_tokens: int,
+        parallel: bool = False,
     ):
+        """`parallel`: the model guesses all tokens of a draft in one pass."""
         most, rows = config.max_draft_tokens, config.max_num_seqs
         residual = config.verify == "residual"
         self._model, self._distributions = model, residual and not config.draft_tree
@@ -143,11 +146,11 @@ class Passes:
         )  # fmt: skip
         # residual verification accepts nodes by the model's probability: the likeliest tokens are drafted
         self._greedy = residual and config.draft_tree > 0
+        graphs = config.graphs and not self._distributions and not (parallel and config.draft_tree)
         self._runner = ChainRunner(
-            model, self.cache, self.table, backend, Sampler([]), max_tokens,
-            config.graphs and not self._distributions, carry=model.carry, carried=model.inputs, most_drafts=most,
-            ring=most + 3, ranks=min(RANKS, model.vocab_size) if config.draft_tree else 0,
-            distributions=self._distributions,
+            model, self.cache, self.table, backend, Sampler([]), max_tokens, graphs, carry=model.carry,
+            carried=model.inputs, most_drafts=most, ring=most + 3, distributions=self._distributions,
+            ranks=min(RANKS, model.vocab_size) if config.draft_tree else 0, acceptance=1.0 if parallel else None,
         )  # fmt: skip
 
     def admit(self, admits: Sequence[Admit]) -> None:
@@ -199,9 +202,20 @@ class Passes:
             )
         return _gathered(steps, len(rows))
 
-    def _plan(self, rows: np.ndarray, lengths: np.ndarray, yields: bool) -> StepPlan:
+    def guess(self, rows: np.ndarray, lengths: np.ndarray, depths: np.ndarray) -> Chained:
+        """One pass over each row's next tokens and the depths[r] - 1 masks behind them, whose places are not kept."""
+        counts = self._runner.launcher.counts
+        replays, captures = counts.replays, counts.captures
+        chained = self._runner.guess(self._plan(rows, lengths + depths - 1, True, depths - 1))
+        self.was_usual = counts.replays > replays and counts.captures == captures
+        self.table.host.num_computed[rows] += lengths
+        return chained
+
+    def _plan(
+        self, rows: np.ndarray, lengths: np.ndarray, yields: bool, guesses: np.ndarray | int = 0
+    ) -> StepPlan:
         spans = np.zeros((4, len(rows)), np.int32)
-        spans[0], spans[1], spans[2] = rows, self.table.host.num_computed[rows], lengths
+        spans[0], spans[1], spans[2], spans[3] = rows, self.table.host.num_computed[rows], lengths, guesses
         return StepPlan(0, spans=spans, yields=np.full(len(rows), yields))
 
     def close(self) -> None:
@@ -245,6 +259,26 @@ class DeviceDraftRunner(DraftFollower):
     def _run(self, rows: np.ndarray, lengths: np.ndarray) -> None:
         self._tell(rows)
         self.sender.send(rows, lengths, yields=False)
+
+
+class DeviceParallelRunner(DeviceDraftRunner):
+    """A draft model that guesses all tokens of a draft in one pass (spec/parallel_draft.py)."""
+
+    def __init__(self, model: CutModel, passes: Passes, layout: KVLayout, max_len: int, mask_token: int):
+        """ValueError if the model has no such token."""
+        check_mask_token(mask_token, model.spec.vocab_size)
+        super().__init__(model, passes, layout, max_len)
+        self._mask_token = mask_token
+
+    def chain(self, rows: np.ndarray, depths: np.ndarray) -> Chained:
+        """See DeviceDraftRunner."""
+        self._tell(rows)
+        table = self.sender.table
+        known = np.array([len(self._rows[row].request.token_ids) for row in rows.tolist()], np.int32)
+        for row, start, depth in zip(rows.tolist(), known.tolist(), depths.tolist(), strict=True):
+            table.host.token_ids[row, start : start + depth - 1] = self._mask_token
+            table.send_tokens(row, start, start + depth - 1)
+        return self.sender.guess(rows, known - self._table.num_computed[rows], depths)
 
 
 class DeviceHeadRunner(HeadFollower):

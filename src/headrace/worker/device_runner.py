@@ -87,10 +87,11 @@ class PendingStep:
         self.settle: Callable[[StepResult], None] | None = None  # told of the result once
 
     def drawn(self) -> np.ndarray:
-        """Wait for the step; int32 [S]: the first token that it drew for each span, negative where there is none."""
+        """Wait for the step; int32 [S, 1 + most drafts]: what it drew for each span, of one with d drafts in the first
+        1 + d, up to the first that is negative."""
         if self._slot.finished is not None:
             self._slot.finished.synchronize()
-        return self._slot.drawn.numpy()[: self._plan.num_spans, 0]
+        return self._slot.drawn.numpy()[: self._plan.num_spans]
 
     def result(self) -> StepResult:
         """Wait for the step and read what it drew."""
