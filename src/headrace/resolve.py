@@ -144,10 +144,10 @@ def _kv_size(spec: ModelSpec) -> int:
 
 def _refuse_on_gpus(args: EngineArgs) -> None:
     """ConfigError for ways to speculate that a GPU does not know yet."""
-    if args.invariant and args.speculate != "off":
+    if args.invariant and args.draft_tree:
         raise ConfigError(
-            "on a GPU a draft that is verified is computed by other kernels than a token alone, so with speculation "
-            "logits are not invariant; leave out speculate or invariant"
+            "on a GPU nodes of a token tree are computed by another kernel than a token alone, so with draft_tree "
+            "logits are not invariant; leave out draft_tree or invariant"
         )
     if args.draft_tree > _MOST_TREE:
         raise ConfigError(f"draft_tree is at most {_MOST_TREE} on GPUs, not {args.draft_tree}")

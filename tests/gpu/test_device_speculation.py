@@ -160,8 +160,8 @@ def test_aborts_leave_nothing_behind(model, gpu_engine, knowing, expected):
 
 
 def test_what_a_gpu_cannot_verify_yet_is_said(model, gpu_engine):
-    with pytest.raises(ConfigError, match="leave out speculate or invariant"):
-        LLM(model, device="cuda", speculate="ngram", invariant=True)
+    with pytest.raises(ConfigError, match="leave out draft_tree or invariant"):
+        LLM(model, device="cuda", speculate="ngram", draft_tree=8, invariant=True)
 
 
 @pytest.mark.slow

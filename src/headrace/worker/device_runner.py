@@ -173,8 +173,9 @@ class DeviceRunner:
         alone_from = backend.alone_from(self._layers, cache.dtype)
         self._speculation, self._keep, self._acceptance = speculation, keep, acceptance
         self._builder = DeviceBatchBuilder(
-            table, max_rows, max_tokens, tile, alone_from, device, most_drafts=most_drafts, ring=ring, trees=trees
-        )
+            table, max_rows, max_tokens, tile, alone_from, device, most_drafts=most_drafts, ring=ring, trees=trees,
+            invariant=RUNTIME.invariant and speculation is not None,
+        )  # fmt: skip
         self._drawn = torch.zeros((max_rows, 1 + most_drafts), dtype=torch.int32, device=device)
         self._paths = torch.zeros((max_rows + 1, 1 + most_drafts), dtype=torch.int32, device=device) if trees else None
         self._features: torch.Tensor | None = None  # [max tokens, F] of the step that ran last, where one asks for them
