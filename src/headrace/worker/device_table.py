@@ -9,6 +9,7 @@ admitted with.
 from __future__ import annotations
 
 from array import array
+from enum import Enum
 
 import numpy as np
 import torch
@@ -52,14 +53,29 @@ class Patches:
         return taken
 
 
+class Hosts(Enum):
+    """Which rows the host draws for."""
+
+    NONE = "none"
+    ODD = "odd"  # those with options that no kernel knows
+    WARM = "warm"  # those, and all that have a temperature
+
+
 class DeviceTable:
     """Rows on the GPU (`view`) and on the host (`host`)."""
 
     def __init__(
-        self, max_rows: int, max_len: int, num_groups: int, block_size: int, device: torch.device, hosts: bool = True
+        self,
+        max_rows: int,
+        max_len: int,
+        num_groups: int,
+        block_size: int,
+        device: torch.device,
+        hosts: Hosts = Hosts.ODD,
+        stream: int = 0,
     ):
-        """Not `hosts`: tokens of all rows are drawn on the GPU, whatever their options."""
-        self._hosts = hosts
+        """`hosts`: the rows whose tokens the host draws. `stream`: of the noise of the others (see SamplingBatch)."""
+        self._hosts, self._stream = hosts, stream
         self.view = TableView.create(max_rows, max_len, block_size, num_groups, device)
         self.host = RequestTable(max_rows, max_len, num_groups, block_size)
         self.patches = Patches()
@@ -118,8 +134,9 @@ class DeviceTable:
 
     def _classify(self, admit: Admit) -> None:
         row, params, sampling = admit.row, admit.params, self.host.sampling
-        self.hosted[row] = self._hosts and bool(
-            sampling.penalised[row]
+        self.hosted[row] = self._hosts is not Hosts.NONE and bool(
+            (self._hosts is Hosts.WARM and sampling.temperature[row] > 0)
+            or sampling.penalised[row]
             or sampling.biased[row]
             or sampling.limited[row]
             or sampling.censored[row]
@@ -140,7 +157,8 @@ class DeviceTable:
         for place, column in ((TEMPERATURE, sampling.temperature), (TOP_P, sampling.top_p), (MIN_P, sampling.min_p)):
             record[place] = column[row : row + 1].view(np.int32)[0]
         record[SEED : SEED + 2] = sampling.seed[row : row + 1].view(np.int32)
-        record[CHOICE : CHOICE + 2] = sampling.choice[row : row + 1].view(np.int32)
+        choice = sampling.choice[row : row + 1] + (self._stream << 16)
+        record[CHOICE : CHOICE + 2] = choice.view(np.int32)
         self.patches.add(row * RECORD, record)
         count = int(host.num_tokens[row])
         self.patches.add(self.view.tokens_at + row * self.view.max_len, host.token_ids[row, :count])
