@@ -243,6 +243,8 @@ class GraphLauncher(Graphs[GraphKey]):
                 rows = next((size for size in self._rows if 1 < size < tokens), 0)
                 if rows:
                     yield GraphKey(rows, tokens, warm, cut)
+        if self._tokens and self._tokens[-1] > self._mixed_rows[-1]:  # of a full table, whose plan is cut by a kernel
+            yield GraphKey(self._mixed_rows[-1], self._tokens[-1], False, False)  # of its own size
 
     def prepare(self) -> None:
         """Capture the graphs of small greedy decode steps."""
