@@ -100,41 +100,46 @@ class FakeRunner:
                 if (source, offset) in self.cache:
                     self.cache[destination, offset] = self.cache[source, offset]
         tokens, accepted, offered, proposed = [], [], {}, []
-        for row, start, length, num_drafts in plan.spans.T.tolist():
-            state = self.rows[row]
-            drafts = state.pop("drafts", [])[:num_drafts]
-            assert len(drafts) == num_drafts, "a step verifies drafts that were not proposed"
-            known = [*state["tokens"], *drafts]
-            assert start == state["computed"], f"span starts at {start}, {state['computed']} computed"
-            end = start + length
-            assert end <= len(known)
-            self.num_run += length
-            for window, table in zip(self.windows, state["tables"], strict=True):
-                for position in range(start, end):
-                    block = table[position // self.block_size]
-                    self.cache[block, position % self.block_size] = (known[position], position)
-                for position in range(0 if window is None else max(0, start - window + 1), end):
-                    seen = self.cache[table[position // self.block_size], position % self.block_size]
-                    assert seen == (known[position], position), "the cache holds another request's tokens"
-            new = []
-            if end == len(known):
-                if state["candidates"]:
-                    offered[len(tokens)] = candidates(state["tokens"], state["candidates"])
-                for draft in [*drafts, None]:
-                    new.append(next_token(state["tokens"] + new, state["seed"]))
-                    if new[-1] != draft:
-                        break
-                state["tokens"].extend(new)
-                end -= len(drafts) - (len(new) - 1)
-            state["computed"] = end
-            state["drafts"] = self._propose(state) if new and not state["candidates"] else []
-            tokens.append(new)
-            accepted.append(max(0, len(new) - 1))
+        for index, (row, start, length, num_drafts) in enumerate(plan.spans.T.tolist()):
+            state, drawn = self.rows[row], []
+            for run in range(plan.num_runs):
+                drawn += self._run(state, start + run, length, num_drafts, offered, index)
+            tokens.append(drawn)
+            accepted.append(max(0, len(drawn) - plan.num_runs))
             proposed.append(len(state["drafts"]))
         future: Future[StepResult] = Future()
         future.set_result(StepResult(plan.step_id, tokens, accepted, candidates=offered, num_drafts=proposed))
         return future
 
+    def _run(self, state, start: int, length: int, num_drafts: int, offered: dict, index: int) -> list[int]:
+        """One run of span `index`: the tokens that it brings."""
+        drafts = state.pop("drafts", [])[:num_drafts]
+        assert len(drafts) == num_drafts, "a step verifies drafts that were not proposed"
+        known = [*state["tokens"], *drafts]
+        assert start == state["computed"], f"span starts at {start}, {state['computed']} computed"
+        end = start + length
+        assert end <= len(known)
+        self.num_run += length
+        for window, table in zip(self.windows, state["tables"], strict=True):
+            for position in range(start, end):
+                block = table[position // self.block_size]
+                self.cache[block, position % self.block_size] = (known[position], position)
+            for position in range(0 if window is None else max(0, start - window + 1), end):
+                seen = self.cache[table[position // self.block_size], position % self.block_size]
+                assert seen == (known[position], position), "the cache holds another request's tokens"
+        new: list[int] = []
+        if end == len(known):
+            if state["candidates"]:
+                offered[index] = candidates(state["tokens"], state["candidates"])
+            for draft in [*drafts, None]:
+                new.append(next_token(state["tokens"] + new, state["seed"]))
+                if new[-1] != draft:
+                    break
+            state["tokens"].extend(new)
+            end -= len(drafts) - (len(new) - 1)
+        state["computed"] = end
+        state["drafts"] = self._propose(state) if new and not state["candidates"] else []
+        return new
 
     def _propose(self, state: dict) -> list[int]:
         """Right tokens, with a wrong one among them now and then."""

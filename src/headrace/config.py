@@ -103,7 +103,7 @@ class EngineArgs:
     )
     num_draft_tokens: int | None = option(None, "verify always so many drafts; none: as many as the cost model advises")
     draft_tree: int = option(
-        0, "most drafts at a time as a tree of alternatives, up to num_draft_tokens deep; 0: a chain (CPU only)"
+        0, "most drafts at a time as a tree of alternatives, up to num_draft_tokens deep; 0: a chain"
     )
     suffix_tokens: int | None = option(None, "tokens of past outputs that suffix searches; 0: none")
     steps_in_flight: int | None = option(None, "steps started before the first one's result is read (1 to 3)")

@@ -20,6 +20,7 @@ _DEFAULT_BLOCK = 16
 _KV_SHARE = 0.3
 _KV_NAMES = {"fp32": "float32", "bf16": "bfloat16", "int8": "int8"}
 _MOST_DRAFTS = 16
+_MOST_TREE = 63  # nodes of a tree on a GPU: masks of ancestors have a bit for each, and one for the token before
 _SUFFIX_TOKENS = 1 << 18  # 5 MiB
 _GRAPH_BYTES = 1 << 30  # of GPU memory, kept for graphs and the library's workspaces
 
@@ -105,7 +106,7 @@ def _gpu(
     limit = parse_bytes(args.gpu_memory, gpu.total_memory, "gpu_memory")
     budget, seqs = args.max_num_batched_tokens or 8192, args.max_num_seqs or 256
     inner = max(2 * spec.intermediate_size, spec.q_size + 2 * spec.kv_size)
-    drafts = 0 if args.speculate == "off" else args.num_draft_tokens or _MOST_DRAFTS
+    drafts = 0 if args.speculate == "off" else args.draft_tree or args.num_draft_tokens or _MOST_DRAFTS
     lines = min(budget, seqs * (1 + drafts))  # of logits
     activations = budget * (inner + 8 * spec.hidden_size) * element * 2 + 3 * lines * spec.vocab_size * 4
     others = gpu.total_memory - gpu.free_memory
@@ -141,21 +142,15 @@ def _kv_size(spec: ModelSpec) -> int:
     return 2 * spec.num_layers * spec.kv_size
 
 
-def _refuse_on_gpus(args: EngineArgs, drafter: str | None) -> None:
+def _refuse_on_gpus(args: EngineArgs) -> None:
     """ConfigError for ways to speculate that a GPU does not know yet."""
-    if args.invariant and args.speculate != "off":
+    if args.invariant and args.draft_tree:
         raise ConfigError(
-            "on a GPU a draft that is verified is computed by other kernels than a token alone, so with speculation "
-            "logits are not invariant; leave out speculate or invariant"
+            "on a GPU nodes of a token tree are computed by another kernel than a token alone, so with draft_tree "
+            "logits are not invariant; leave out draft_tree or invariant"
         )
-    if args.draft_tree:
-        raise ConfigError("draft_tree does not run on GPUs yet; leave it out, for chains of drafts, or give device=cpu")
-    if args.verify != "same":
-        raise ConfigError(f"verify={args.verify} does not run on GPUs yet; leave it out or give device=cpu")
-    if args.speculate == "synthetic":
-        raise ConfigError("speculate=synthetic does not run on GPUs yet; leave it out or give device=cpu")
-    if drafter not in (None, "draft", "eagle", "mtp"):
-        raise ConfigError(f"speculate={drafter} does not run on GPUs yet; take another draft_model, or device=cpu")
+    if args.draft_tree > _MOST_TREE:
+        raise ConfigError(f"draft_tree is at most {_MOST_TREE} on GPUs, not {args.draft_tree}")
 
 
 def _proposers(args: EngineArgs, drafter: str | None) -> tuple[str, ...]:
@@ -239,7 +234,7 @@ def resolve(
             raise ConfigError("quantize is for CPUs; leave it out or give device=cpu")
         if args.mode in ("fast", "int8"):
             raise ConfigError(f"mode={args.mode} is for CPUs; leave it out or give device=cpu")
-        _refuse_on_gpus(args, drafter)
+        _refuse_on_gpus(args)
         dtype = args.dtype if args.dtype != "auto" else "float32" if args.mode == "exact" else "bfloat16"
         if args.mode == "exact" and dtype != "float32":
             raise ConfigError(f"exact mode computes in float32; leave out dtype {dtype} or the mode")

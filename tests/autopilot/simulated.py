@@ -103,7 +103,7 @@ class Simulation:
                 spans[3, index] = policy.depth(request, request.num_drafts, rows)
                 request.num_drafts = 0
         spans[2] += spans[3]
-        limits = policy.limits([(request, 0) for request in self.requests], rows)
+        limits = policy.limits(self.requests, rows)
         policy.decisions()
         plan = StepPlan(0, spans=spans, yields=np.ones(rows, bool), draft_limits=limits)
         accepted = np.minimum(self.rng.geometric(1 - self.acceptance, rows) - 1, spans[3])

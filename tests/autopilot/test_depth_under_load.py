@@ -183,7 +183,7 @@ def test_a_decision_takes_microseconds() -> None:
     simulation.load(32)
     simulation.run(policy, 32 * 300)
     requests = [Request(str(i), [1], PARAMS, max_new_tokens=9) for i in range(32)]
-    spans, calls, predict = [(request, 0) for request in requests], 0, simulation.cost.predict
+    calls, predict = 0, simulation.cost.predict
 
     def counted(work: Any) -> float:
         nonlocal calls
@@ -194,7 +194,7 @@ def test_a_decision_takes_microseconds() -> None:
     for _ in range(50):
         for request in requests:
             policy.depth(request, 8, 32)
-        policy.limits(spans, 32)
+        policy.limits(requests, 32)
         policy.decisions()
     assert calls < 400, "predictions are made for kinds of request, not for each"
     assert np.isfinite(simulation.now)

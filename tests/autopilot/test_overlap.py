@@ -63,7 +63,7 @@ def test_nothing_changes_while_steps_are_in_flight():
     plain, bound = engine.requests
     assert plain.runs_ahead and not bound.runs_ahead, "a grammar needs the host"
     assert engine.policy.may_plan(engine.requests, 1)
-    assert engine.policy.depth(plain, 4, 2) == 0 and engine.policy.limits([(plain, 0)], 1).shape == (0, 1)
+    assert engine.policy.depth(plain, 4, 2) == 0 and engine.policy.limits([plain], 1).shape == (0, 1)
     while engine.policy._wanted is False:
         engine.step()
     assert not engine.policy.may_plan(engine.requests, 1) and plain.runs_ahead, "what is in flight comes first"

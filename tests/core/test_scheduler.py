@@ -12,6 +12,17 @@ from headrace.core.loop import EngineCore
 from headrace.core.plan_builder import SchedulerLimits
 from headrace.core.request import FinishReason, RequestError
 from headrace.core.scheduler import Scheduler
+from headrace.core.visits import OneRun
+
+
+class Runs(OneRun):
+    """Always so many runs of a step of decodes."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def runs(self, num_rows):
+        return self.count
 
 
 def make_core(
@@ -25,11 +36,13 @@ def make_core(
     policy="fcfs",
     caching=True,
     drafts=0,
+    runs=1,
 ):
     groups = tuple(KVGroup((i,), 1, 8, window) for i, window in enumerate(windows))
     layout = KVLayout(groups, block_size, num_blocks, max_span=budget)
     limits = SchedulerLimits(seqs, budget, max_len, policy)
-    scheduler = Scheduler(limits, KVCacheManager(layout, caching), FixedDepth(drafts) if drafts else None)
+    drafting = FixedDepth(drafts) if drafts else None
+    scheduler = Scheduler(limits, KVCacheManager(layout, caching), drafting, visits=Runs(runs))
     runner = FakeRunner(block_size, windows, drafts)
     return EngineCore(scheduler, runner, depth), runner
 
@@ -207,14 +220,17 @@ def choices_of(index, prompt, max_tokens, priority, count, salt):
     policy=st.sampled_from(["fcfs", "priority"]),
     caching=st.booleans(),
     drafts=st.sampled_from([0, 0, 1, 3, 8]),
+    runs=st.sampled_from([1, 2, 5, 8]),
 )
 def test_random_schedules_give_every_request_its_own_tokens(
-    requests, block_size, spare_blocks, seqs, budget, windows, depth, policy, caching, drafts
+    requests, block_size, spare_blocks, seqs, budget, windows, depth, policy, caching, drafts, runs
 ):
     max_len = 64
     common = list(range(50, 80))
     num_blocks = (-(-max_len // block_size) + spare_blocks // 4) * len(windows)
-    core, _ = make_core(num_blocks, block_size, seqs, seqs + budget, max_len, depth, windows, policy, caching, drafts)
+    core, _ = make_core(
+        num_blocks, block_size, seqs, seqs + budget, max_len, depth, windows, policy, caching, drafts, runs
+    )
     limit = min(max_len, core.scheduler.kv.layout.num_tokens)
     outputs: dict = {}
     pending = sorted(enumerate(requests), key=lambda item: item[1][3])
@@ -242,6 +258,54 @@ def test_random_schedules_give_every_request_its_own_tokens(
                 assert tokens == expected[: len(tokens)]
             else:
                 assert (tokens, reason) == (expected, FinishReason.LENGTH)
+
+
+# -- several runs of a step
+
+
+def test_a_step_of_decodes_runs_several_times_but_no_more_than_are_of_use():
+    core, runner = make_core(runs=4, seqs=2)
+    core.add(make_request("a", [1, 2, 3], 12))
+    core.add(make_request("b", [4, 5], 7))
+    outputs = run(core)
+    assert outputs["a"] == (expected_output([1, 2, 3], 12), FinishReason.LENGTH)
+    assert outputs["b"] == (expected_output([4, 5], 7), FinishReason.LENGTH)
+    # the prompts with their first tokens, then 4 + 4 + 3 tokens of the longer one; the other ended within the second
+    assert [(plan.num_spans, plan.num_runs) for plan in runner.plans] == [(2, 1), (2, 4), (2, 4), (1, 3)]
+
+
+def test_what_ran_beyond_a_stop_is_neither_told_nor_cached():
+    prompt = list(range(8))
+    tokens = expected_output(prompt, 12)
+    core, _ = make_core(runs=8)
+    core.add(make_request("a", prompt, 12, stop_ids=frozenset({tokens[3]})))
+    assert run(core)["a"] == (tokens[:4], FinishReason.STOP)
+    known = core.scheduler.kv
+    again = make_request("b", prompt + tokens, 3)
+    assert known.match(again).num_tokens == 8  # 11 tokens were computed, in blocks of 4
+    core.add(again)
+    assert run(core)["b"] == (expected_output(prompt + tokens, 3), FinishReason.LENGTH)
+
+
+def test_rows_that_the_host_draws_for_are_looked_at_after_every_run():
+    core, runner = make_core(runs=4, seqs=2)
+    core.add(make_request("a", [1, 2, 3], 6))
+    request = make_request("b", [4, 5], 6)
+    request.params = request.params.with_(presence_penalty=1.0)
+    core.add(request)
+    run(core)
+    assert {plan.num_runs for plan in runner.plans} == {1}
+
+
+def test_no_run_goes_beyond_the_longest_sequence_or_the_blocks_there_are():
+    core, _ = make_core(runs=8, max_len=10)
+    core.add(make_request("a", [1, 2, 3], 99))
+    assert run(core)["a"] == (expected_output([1, 2, 3], 7), FinishReason.LENGTH)
+    core, _ = make_core(num_blocks=5, seqs=2, runs=8, max_len=20)
+    for name in ("a", "b"):
+        core.add(make_request(name, [1, 2, 3], 16))
+    outputs = run(core)
+    assert outputs["a"] == outputs["b"] == (expected_output([1, 2, 3], 16), FinishReason.LENGTH)
 
 
 # -- prefix cache

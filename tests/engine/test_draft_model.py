@@ -186,13 +186,13 @@ def chosen(pass_seconds, acceptance, num_rows=1):
     requests = [Request(str(i), [1], GREEDY, max_new_tokens=9) for i in range(num_rows)]
     plain = StepPlan(0, spans=np.ones((4, num_rows), np.int32) * [[1], [1], [1], [0]], yields=np.ones(num_rows, bool))
     for _ in range(4):  # steps without drafts come first
-        assert not policy.limits([(request, 0) for request in requests], num_rows).size
+        assert not policy.limits(requests, num_rows).size
         policy.observe_step(plain, StepResult(0, [[1]] * num_rows, [0] * num_rows, times=StageTimes(forward=1.0)))
     policy.prior = dict(enumerate(acceptance))
     policy.accounts.budget(1, num_rows).settle(0.0, 1.0, num_drafts=1000)  # it was tried
     for request in requests:
         request.acceptance = dict(enumerate(acceptance))
-    return policy.limits([(request, 0) for request in requests], num_rows)[:, 0].tolist()
+    return policy.limits(requests, num_rows)[:, 0].tolist()
 
 
 def test_the_proposer_that_pays_most_is_asked_and_a_network_only_where_it_pays():

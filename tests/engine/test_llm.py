@@ -193,6 +193,42 @@ def test_bad_options_are_refused(folder):
             LLM(str(folder), **options)
 
 
+@pytest.mark.parametrize(
+    "params", [GREEDY, GREEDY.with_(prompt_logprobs=1), GREEDY.with_(n=2, temperature=0.9, seed=1)]
+)
+def test_a_request_that_nobody_watches_is_told_of_once(llm, params):
+    prompt = prompts(1, seed=5, low=40, high=41)[0]
+    want = llm.generate([prompt], params)[0]
+    engine = llm.engine
+    output, updates = engine.submit(prompt, params, live=False), []
+    for step in range(1, 200):
+        updates += engine.step()
+        if output.finished:
+            break
+        assert not any(choice.token_ids or choice.text for choice in output.outputs if choice.finish_reason is None)
+        if step == 5:
+            assert engine.num_tokens([output]) >= 4 and engine.num_tokens([]) == 0
+    assert [update.token_ids for update in updates] == [choice.token_ids for choice in output.outputs]
+    assert output.outputs == want.outputs and output.prompt_logprobs == want.prompt_logprobs
+    assert engine.num_tokens([output]) == sum(len(choice.token_ids) for choice in output.outputs)
+    assert output.num_cached_tokens == (0 if params.prompt_logprobs else 32), "the first run left the prompt's blocks"
+
+
+def test_what_an_unwatched_request_has_is_told_when_it_is_broken_off(llm):
+    engine, params = llm.engine, GREEDY.with_(prompt_logprobs=0)
+    prompt = prompts(1, seed=6, low=40, high=41)[0]
+    whole = llm.generate([prompt], params)[0]
+    output = engine.submit(prompt, params, live=False)
+    while engine.num_tokens([output]) < 7:
+        assert not engine.step()
+    (update,) = engine.abort(output)
+    choice = output.outputs[0]
+    assert update.token_ids == choice.token_ids == whole.outputs[0].token_ids[: len(choice.token_ids)]
+    assert len(choice.token_ids) == 7 and choice.finish_reason == "abort"
+    assert choice.text == engine.tokenizer.decode(choice.token_ids)
+    assert output.prompt_logprobs == whole.prompt_logprobs
+
+
 def test_chat_uses_the_template(llm):
     conversation = [{"role": "user", "content": "hi"}]
     rendered = llm.render(conversation)
@@ -240,7 +276,8 @@ def test_random_schedules_on_a_real_model(llm, folder, work, budget, blocks, dep
                 index, (length, count, _, aborted) = waiting.pop(0)
                 prompt = np.random.default_rng(index).integers(0, 250, length).tolist()
                 params = GREEDY.with_(temperature=float(index % 2), seed=index, max_tokens=count)
-                started.append((busy.engine.submit(prompt, params), prompt, params, aborted and step + aborted))
+                output = busy.engine.submit(prompt, params, live=index % 3 > 0)
+                started.append((output, prompt, params, aborted and step + aborted))
             for output, _, _, aborted in started:
                 if aborted == step:
                     busy.engine.abort(output)

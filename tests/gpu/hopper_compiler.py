@@ -82,7 +82,8 @@ def main() -> None:
     engine_module.make_worker = make_worker
     words = dict(word.split("=") for word in sys.argv[2:])
     options: dict[str, Any] = {
-        name: value == "True" if value in ("True", "False") else value for name, value in words.items()
+        name: value == "True" if value in ("True", "False") else int(value) if value.isdigit() else value
+        for name, value in words.items()
     }
     params = [
         SamplingParams(temperature=0, max_tokens=3, ignore_eos=True),
@@ -92,6 +93,9 @@ def main() -> None:
     with LLM(sys.argv[1], device="cuda", **limits, **options) as llm:
         llm.generate([list(range(40)), [1, 2, 3]], params)
         llm.generate([[4, 5, 6]], params[:1])  # a short span, alone
+        runner = llm.engine._worker.runner
+        for key in [key for key in runner.launcher.other_keys() if key.tree][::20]:
+            runner.rehearse(key, key.warm, key.cut)  # drafts never come true here
     print(f"compiled {len(seen)} variants")
 
 

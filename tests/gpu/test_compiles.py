@@ -52,10 +52,18 @@ def test_kernels_of_experts(tmp_path):
 
 
 def test_kernels_of_invariant_engines(tmp_path):
-    assert "_linear " in compile_all(write_tiny_llama(tmp_path, hidden=256, inner=512, dim=64), "invariant=True")
+    model = write_tiny_llama(tmp_path, hidden=256, inner=512, dim=64)
+    assert "_linear " in compile_all(model, "invariant=True", "speculate=ngram")
 
 
 def test_kernels_of_engines_that_verify_drafts(tmp_path):
     said = compile_all(write_tiny_llama(tmp_path, hidden=256, inner=512, dim=64), "speculate=ngram")
     for kernel in ("spans", "merge"):
+        assert f"_{kernel} " in said, f"_{kernel} was not compiled"
+
+
+def test_kernels_of_token_trees(tmp_path):
+    model = write_tiny_llama(tmp_path, hidden=256, inner=512, dim=64)
+    said = compile_all(model, "speculate=ngram", "draft_tree=8")
+    for kernel in ("spans", "commit_trees", "move"):
         assert f"_{kernel} " in said, f"_{kernel} was not compiled"

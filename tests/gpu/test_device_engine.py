@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from headrace import LLM, SamplingParams
+from headrace.autopilot.host_bound import HostBound
 from headrace.config import ConfigError
-from headrace.worker.graphs import GraphKey
+from headrace.worker.graphs import GraphKey, GraphLauncher
 from tiny import write_tiny_llama
 
 PROMPTS = [[5, 6, 7, 8, 9], [1, 2, 3], list(range(10, 60)), [9, 8, 7, 6, 5, 4, 3, 2, 1] * 3, [3]]
@@ -34,6 +35,31 @@ def model(tmp_path_factory):
 def test_the_same_tokens_as_on_the_cpu(model, gpu_engine):
     want = answers(model, device="cpu", mode="exact", **SMALL)
     assert answers(model, device="cuda", mode="exact", kv_cache="1MiB", **SMALL) == want
+
+
+def test_prompts_beside_a_full_table_run_padded(model, gpu_engine, monkeypatch):
+    """One span more than there are rows: that of the padding."""
+    params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in (9, 3, 4)]
+    options = SMALL | {"max_num_seqs": 2}
+    want = answers(model, params, PROMPTS[:3], device="cpu", mode="exact", **options)
+    keys = []
+    picked = GraphLauncher.pick
+    monkeypatch.setattr(GraphLauncher, "pick", lambda *args: keys.append(picked(*args)) or keys[-1])
+    assert answers(model, params, PROMPTS[:3], device="cuda", mode="exact", kv_cache="1MiB", **options) == want
+    assert any(key.num_rows == 3 for key in keys) and None not in keys
+
+
+@pytest.mark.parametrize("runs", [2, pytest.param(8, marks=pytest.mark.slow)])
+def test_several_runs_of_a_step_give_the_same_tokens(model, gpu_engine, monkeypatch, runs):
+    params = [each.with_(max_tokens=9) for each in (*PARAMS[:3], PARAMS[4])]
+    want = answers(model, params, PROMPTS[:4], device="cpu", mode="exact", **SMALL)
+    monkeypatch.setattr(HostBound, "runs", lambda self, num_rows: runs)
+    with LLM(str(model), device="cuda", mode="exact", kv_cache="1MiB", **SMALL) as llm:
+        outputs = llm.generate(PROMPTS[:4], params)
+        llm.engine.core.scheduler.check()
+        steps = [record for record in llm.engine.ledger.records() if record.num_decode_tokens]
+        assert any(record.num_decode_tokens == runs * record.num_spans for record in steps)
+    assert [[choice.token_ids for choice in output.outputs] for output in outputs] == want
 
 
 @pytest.mark.slow

@@ -298,8 +298,13 @@ class TestGraphs:
 
     def test_what_is_too_large_has_no_key(self):
         launcher, _ = self.launcher(True)
-        assert launcher.pick(3, 3000, False, False) is None and launcher.pick(100, 101, False, False) is None
+        assert launcher.pick(3, 3000, False, False) is None and launcher.pick(101, 102, False, False) is None
         assert launcher.pick(100, 100, False, False) == GraphKey(100, 100, False, False)
+
+    def test_mixed_steps_of_a_full_table_have_a_graph(self):
+        launcher, _ = self.launcher(True)
+        assert launcher.pick(100, 101, False, False) == launcher.pick(97, 128, False, False)
+        assert launcher.pick(100, 101, False, False) == GraphKey(101, 128, False, False)
 
     def test_a_capture_that_fails_is_said_once_and_never_tried_again(self, capsys):
         launcher, _ = self.launcher(True)

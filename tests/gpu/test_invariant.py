@@ -113,3 +113,46 @@ def test_alone_as_in_company_bit_for_bit(tmp_path, gpu_engine, dim):
         (alone,) = answers(model, [prompt])
         assert alone.token_ids == mate.token_ids
         assert alone.logprobs == mate.logprobs
+
+
+LOOPS = [[65, 66, 67] * 20, [9] * 12, [80, 81, 82, 83] * 5]
+FEW = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, allowed_token_ids=(70, 71))
+
+
+@pytest.mark.parametrize("speculate", ["ngram", pytest.param("draft", marks=pytest.mark.slow)])
+def test_drafts_are_attended_as_tokens_alone(tmp_path, gpu_engine, monkeypatch, speculate):
+    """In pieces of as many tokens as there are rows: beside rows of the host, and, of the model itself, padded."""
+    import headrace.attention.triton as backend
+
+    model, pieces, original = write_tiny_llama(tmp_path, window=20, layers=1), [], backend.TritonAttention._singles
+
+    def singles(self, *rest):
+        pieces.append(len(found := original(self, *rest)))
+        return found
+
+    monkeypatch.setattr(backend.TritonAttention, "_singles", singles)
+    params = [FEW.with_(allowed_token_ids=None), FEW, FEW.with_(temperature=0.5, seed=2)]
+    if speculate == "draft":
+        params = [each.with_(allowed_token_ids=None, max_tokens=6) for each in params]
+    options = {**SMALL, "max_num_seqs": 3, "mode": "exact"}
+    with LLM(str(model), device="cpu", **options) as llm:
+        want = [output.outputs[0].token_ids for output in llm.generate(LOOPS, params)]
+    options |= {"kv_cache": "4MiB", "invariant": True, "speculate": speculate, "num_draft_tokens": 3}
+    options |= {"draft_model": str(model)} if speculate == "draft" else {}
+    with LLM(str(model), device="cuda", **options) as llm:
+        assert [output.outputs[0].token_ids for output in llm.generate(LOOPS, params)] == want
+        assert llm.engine.ledger.totals.accepted_draft_tokens > 3
+    assert len(pieces) > 1 and max(pieces) > 1
+
+
+@real
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("speculate", ["ngram", "draft"])
+def test_with_drafts_as_without_bit_for_bit(tmp_path, gpu_engine, dim, speculate):
+    model = write_tiny_llama(tmp_path, hidden=256, inner=512, dim=dim)
+    prompts = [*LOOPS, *PROMPTS]
+    plain = answers(model, prompts)
+    options = {"draft_model": str(model)} if speculate == "draft" else {}
+    drafted = answers(model, prompts, speculate=speculate, num_draft_tokens=4, **options)
+    assert [each.token_ids for each in drafted] == [each.token_ids for each in plain]
+    assert [each.logprobs for each in drafted] == [each.logprobs for each in plain]

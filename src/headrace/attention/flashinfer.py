@@ -2,8 +2,8 @@
 Never the selector's first choice: `attention_backend=flashinfer` asks for it.
 
 FlashInfer plans on the host, from lengths that have to be read back from the GPU, so each step is waited for; and it
-compiles its kernels at first use, with nvcc and ninja. Steps in graphs, steps of short spans that are split, and
-engines with `invariant` remain with our kernels. Rotation and cache writes are ours too.
+compiles its kernels at first use, with nvcc and ninja. Steps in graphs, steps of short spans that are split or
+trees, and engines with `invariant` remain with our kernels. Rotation and cache writes are ours too.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ class FlashInferAttention(TritonAttention):
         head_dims=frozenset({64, 128, 256}),
         sinks=False,
         graph_support=False,
+        trees=True,  # by our kernels
     )
 
     def __init__(self, block_size: int):

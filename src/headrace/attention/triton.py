@@ -32,8 +32,10 @@ class TritonMeta:
     alone: tuple[tuple[int, int], ...]  # tokens from .. to of long spans that see nothing but themselves
     fused: bool  # spans of one token take rotation and cache writes upon themselves
     space: DecodeSpace
-    short: SpanSpace | None = None  # all spans are short, and their contexts are split
+    short: SpanSpace | None = None  # spans but those of tiles and alone are short, and their contexts are split
     tree: tuple[torch.Tensor, torch.Tensor] | None = None  # as span_attention takes it
+    # the first num_decodes tokens, in pieces of as many rows as a space serves; (): each is a span
+    singles: tuple[tuple[PagedRows, DecodeSpace], ...] = ()
 
 
 class TritonAttention:
@@ -41,7 +43,10 @@ class TritonAttention:
 
     name = "triton"
     caps = AttentionCaps(
-        devices=frozenset({"cuda"}), kv_formats=frozenset({"bfloat16", "float16", "float32"}), graph_support=True
+        devices=frozenset({"cuda"}),
+        kv_formats=frozenset({"bfloat16", "float16", "float32"}),
+        graph_support=True,
+        trees=True,
     )
 
     def __init__(self, block_size: int):
@@ -50,6 +55,7 @@ class TritonAttention:
         self._spaces: list[DecodeSpace] = []
         self._rules: list[AttentionRule] = []
         self._short_spaces: list[SpanSpace] = []
+        self._single_spaces: list[list[DecodeSpace]] = []  # of each group, one for every `max_rows` tokens
 
     def reserve(
         self,
@@ -63,14 +69,18 @@ class TritonAttention:
         """Take the memory of split decoding, once, before the first step. `most_queries`: tokens of the short spans
         that steps of drafts have at most, 0 if there are none."""
         shapes = [HeadShape(num_heads, group.num_kv_heads, group.head_dim) for group in groups]
+        max_rows += 1  # one more, for the padding of graphs
         dtype: torch.dtype = getattr(torch, self.kv_format)
         self._spaces = [
             DecodeSpace.create(max_rows, shape, self.block_size, dtype, device, max_len) for shape in shapes
         ]
         if 0 < most_queries <= MOST_QUERIES and not RUNTIME.invariant:
-            # one more, for the padding
-            rows = max_rows + 1
-            self._short_spaces = [SpanSpace.create(rows, most_queries, shape, device) for shape in shapes]
+            self._short_spaces = [SpanSpace.create(max_rows, most_queries, shape, device) for shape in shapes]
+        if most_queries and RUNTIME.invariant:
+            tokens = max_rows * most_queries
+            self._single_spaces = [[each, *(each.beside() for _ in range(most_queries - 1))] for each in self._spaces]
+            self._count = torch.arange(tokens + 1, dtype=torch.int32, device=device)
+        self._max_rows = max_rows
         self._rules = [attention_rule(shape, self.kv_format) for shape in shapes]
         self._num_heads = num_heads
 
@@ -79,7 +89,7 @@ class TritonAttention:
         if not batch.most_queries or not self._short_spaces:
             return None
         few = batch.spans.rows.shape[0] <= self._rules[group].split_rows
-        return self._short_spaces[group] if few or batch.ancestors is not None else None
+        return self._short_spaces[group] if few or batch.tree is not None else None
 
     @staticmethod
     def alone_from(layers: list[LayerAttention], dtype: torch.dtype) -> int:
@@ -101,13 +111,44 @@ class TritonAttention:
         if (short := self._short_space(batch, group)) is not None:
             paged = replace(paged, num_rows=spans.num_rows)
             plan_spans(paged, shape, spec.window or 0, short)
-            tree = None if batch.ancestors is None else (batch.ancestors, spans.positions)
-            return TritonMeta(paged, spans.slots[group], 0, None, (), False, self._spaces[group], short, tree)
+            tree = None if batch.tree is None else (batch.tree.ancestors, spans.positions)
+            # beside trees there may be prompts
+            tiles = batch.tiles if batch.longest > batch.most_queries and not batch.mixed else None
+            return TritonMeta(
+                paged, spans.slots[group], 0, tiles, batch.alone, False, self._spaces[group], short, tree
+            )
+        if batch.singles is not None:
+            singles = self._singles(batch, paged, group, shape, spec.window or 0)
+            count = batch.singles[0].shape[0]
+            tiles = None if batch.mixed else batch.tiles
+            return TritonMeta(
+                paged, spans.slots[group], count, tiles, batch.alone, False, self._spaces[group], singles=singles
+            )
         fused = decodes <= self._rules[group].fused_rows and not batch.mixed and not RUNTIME.invariant
         if decodes:
             first = replace(paged, rows=spans.rows[:decodes])
             plan_decode(first, shape, spec.window or 0, self._spaces[group], self.block_size, fused)
         return TritonMeta(paged, spans.slots[group], decodes, batch.tiles, batch.alone, fused, self._spaces[group])
+
+    def _singles(
+        self, batch: Any, paged: PagedRows, group: int, shape: HeadShape, window: int
+    ) -> tuple[tuple[PagedRows, DecodeSpace], ...]:
+        """Tokens of spans as rows of one token each, whose contexts end with them: what an engine without drafts would
+        have computed, by the same kernel."""
+        rows, num_rows = batch.singles
+        count, pieces = rows.shape[0], []
+        for first, space in zip(range(0, count, self._max_rows), self._single_spaces[group], strict=False):
+            part = slice(first, min(count, first + self._max_rows))
+            piece = replace(
+                paged,
+                rows=rows[part],
+                query_start=self._count[part.start : part.stop + 1],
+                seq_lens=batch.spans.positions[part] + 1,
+                num_rows=(num_rows - first).clamp(0, part.stop - first),
+            )
+            plan_decode(piece, shape, window, space, self.block_size, False)
+            pieces.append((piece, space))
+        return tuple(pieces)
 
     def run(
         self, q: Array, k: Array, v: Array, cache: tuple[Array, Array], meta: TritonMeta, layer: LayerAttention
@@ -144,7 +185,8 @@ class TritonAttention:
             None if keys is None else keys[rest],
         )  # fmt: skip
         if decodes and not meta.fused:
-            decode_attention(q, cache, first, shape, scores, meta.space, out)
+            for rows, space in meta.singles or ((first, meta.space),):
+                decode_attention(q, cache, rows, shape, scores, space, out)
         if meta.short is not None:
             span_attention(q, cache, meta.paged, shape, scores, meta.short, out, meta.tree)
         if meta.tiles is not None:

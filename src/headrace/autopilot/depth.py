@@ -26,7 +26,7 @@ import numpy as np
 
 from headrace.autopilot.accounts import DraftAccounts
 from headrace.autopilot.verify_cost import rounded
-from headrace.core.drafting import Spans, allows, expected_tokens
+from headrace.core.drafting import allows, expected_tokens
 from headrace.core.plan import DraftPass, StepPlan, StepResult
 from headrace.core.request import Request
 from headrace.ledger.cost import CostModel
@@ -176,7 +176,7 @@ class AutoDepth:
 
     # -- what to draft next
 
-    def limits(self, spans: Spans, num_rows: int) -> np.ndarray | None:
+    def limits(self, requests: Sequence[Request], num_rows: int) -> np.ndarray | None:
         if num_rows:
             share = min(1.0, len(self._chosen) / num_rows)
             self._share = _SHARE_MEMORY * self._share + (1 - _SHARE_MEMORY) * share
@@ -186,14 +186,14 @@ class AutoDepth:
             asked = tuple(source for source in range(len(self._proposers)) if self._may_ask(source, rows))
         self._left_alone = not asked
         if not asked:
-            return np.zeros((0, len(spans)), np.int32)
+            return np.zeros((0, len(requests)), np.int32)
         lone = len(self._proposers) == 1 and not self._networks
-        if lone and all(request.params.draft_method is None for request, _ in spans):
+        if lone and all(request.params.draft_method is None for request in requests):
             return None  # what of a look-up is verified is decided then
         columns: list[list[int]] = []
         company = 1  # requests that will have drafts, this one included
         trying: set[int] = set()  # networks on trial that have a request already
-        for request, _ in spans:
+        for request in requests:
             columns.append(self._limits_of(request, rows, company, asked, trying))
             company += any(columns[-1])
         return np.array(columns, np.int32).reshape(-1, len(self._proposers)).T

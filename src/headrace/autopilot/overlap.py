@@ -9,11 +9,11 @@ a time. The one that has lost is tried again after a while, and then less often.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from headrace.core.drafting import DraftPolicy, Spans
+from headrace.core.drafting import DraftPolicy
 from headrace.core.plan import StepPlan, StepResult
 from headrace.core.request import Request
 
@@ -52,10 +52,10 @@ class RunAhead:
     def depth(self, request: Request, available: int, num_rows: int) -> int:
         return self._policy.depth(request, available, num_rows) if self.speculates else 0
 
-    def limits(self, spans: Spans, num_rows: int) -> np.ndarray | None:
+    def limits(self, requests: Sequence[Request], num_rows: int) -> np.ndarray | None:
         if self.speculates:
-            return self._policy.limits(spans, num_rows)
-        return np.zeros((0, len(spans)), np.int32)  # nobody is asked
+            return self._policy.limits(requests, num_rows)
+        return np.zeros((0, len(requests)), np.int32)  # nobody is asked
 
     def decisions(self) -> list[tuple[str, ...]]:
         told = self._policy.decisions()

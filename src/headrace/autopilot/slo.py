@@ -13,11 +13,11 @@ request joins.
 from __future__ import annotations
 
 import time
-from array import array
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
+from headrace.core.plan_builder import PlanBuilder
 from headrace.core.request import Request
 from headrace.ledger.cost import CostModel
 from headrace.ledger.work import WorkModel
@@ -45,11 +45,10 @@ class SloPacing:
         self._clock = clock
         self._rate = 0.0  # prompt tokens a second, as of the latest chunk
 
-    def prompt_tokens(self, decodes: array[int], budget: int, prompt: Request) -> tuple[int, str]:
-        known = np.array(decodes, np.int32).reshape(-1, 4)
-        num_decodes = len(known)
-        spans = np.concatenate([known, np.zeros((1, 4), np.int32)]).T
-        spans[1, -1] = prompt.num_computed + prompt.num_in_flight
+    def prompt_tokens(self, decodes: PlanBuilder, budget: int, prompt: Request) -> tuple[int, str]:
+        num_decodes = len(decodes.requests)
+        spans = np.concatenate([decodes.spans(), np.zeros((4, 1), np.int32)], axis=1)
+        spans[1, -1] = prompt.num_scheduled
 
         def seconds(chunk: int) -> float:
             spans[2, -1] = chunk

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from headrace.core.kv_layout import KVLayout
 from headrace.core.kv_manager import KVCacheManager
 from headrace.core.plan import Fork, NewBlocks
-from headrace.core.request import FinishReason, Request
+from headrace.core.request import FinishReason, Request, RequestError, TokenOutput
 
 
 class Hypothesis(NamedTuple):
@@ -50,6 +51,16 @@ class BeamGroup:
     def leader(self) -> Request:
         return self.members[0]
 
+    def check_fits(self, num_rows: int, layout: KVLayout) -> None:
+        """RequestError where a table of `num_rows` rows, or the cache, could never hold all of the members."""
+        most = self.width * layout.blocks_for(self.leader.max_len)
+        if self.width > num_rows or most > layout.num_blocks:
+            raise RequestError(
+                f"a beam of {self.width} sequences of {self.leader.max_len} tokens takes {self.width} rows "
+                f"(max_num_seqs {num_rows}) and {most} blocks (kv_cache {layout.num_blocks}); "
+                "lower beam_width or max_tokens"
+            )
+
     def offer(self, member: Request, candidates: Sequence[tuple[int, float]]) -> bool:
         """A live member's best next tokens with their log-probabilities; True once all live members have offered."""
         self._offers[self.members.index(member)] = candidates
@@ -81,6 +92,19 @@ class BeamGroup:
         if full or not going or self._done(going[0].log_probability, length):
             return []
         return going
+
+    def outputs(self) -> list[TokenOutput]:
+        """Of a search that is over: the best hypotheses, as what the first members bring."""
+        best = self.hypotheses[: self.num_best]
+        outputs = [
+            TokenOutput(member.id, each.token_ids, each.reason, num_cached=member.num_cached, score=each.score)
+            for member, each in zip(self.members, best, strict=False)
+        ]
+        outputs += [
+            TokenOutput(member.id, [], FinishReason.ERROR, "so few tokens were allowed that no other sequence was left")
+            for member in self.members[len(best) : self.num_best]
+        ]
+        return outputs
 
     def _end(self, offer: Continuation, length: int, reason: FinishReason) -> None:
         tokens = [*self.members[offer.member].output_token_ids, offer.token]

@@ -46,11 +46,13 @@ class BlockPool:
         """`count` blocks with one reference each, or None (and nothing taken) if there are not enough."""
         if count > len(self._free):
             return None
-        ids = [self._free.popitem(last=False)[0] for _ in range(count)]
-        for block in ids:
+        ids, free = [], self._free
+        for _ in range(count):
+            block, _ = free.popitem(last=False)
             self._references[block] = 1
             if self._on_reuse is not None:
                 self._on_reuse(block)
+            ids.append(block)
         return ids
 
     def count_unheld(self, ids: Iterable[int]) -> int:

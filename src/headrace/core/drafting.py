@@ -15,8 +15,6 @@ import numpy as np
 from headrace.core.plan import StepPlan, StepResult
 from headrace.core.request import Request
 
-Spans = Sequence[tuple[Request, int]]  # (request, epoch) of each span of a step
-
 
 class DraftPolicy(Protocol):
     """Chooses depths and learns from what became of the drafts."""
@@ -35,9 +33,9 @@ class DraftPolicy(Protocol):
         """Drafts of `request` to verify in a step with `num_rows` decoding requests; 0 to `available`."""
         ...
 
-    def limits(self, spans: Spans, num_rows: int) -> np.ndarray | None:
-        """int32 [proposers, spans]: the most drafts that each proposer may make after this step; without rows none is
-        asked; None: no bound."""
+    def limits(self, requests: Sequence[Request], num_rows: int) -> np.ndarray | None:
+        """int32 [proposers, spans]: the most drafts that each proposer may make after a step whose spans are of these
+        requests; without rows none is asked; None: no bound."""
         ...
 
     def decisions(self) -> list[tuple[str, ...]]:
@@ -64,7 +62,7 @@ class NoDrafts:
     def depth(self, request: Request, available: int, num_rows: int) -> int:
         return 0
 
-    def limits(self, spans: Spans, num_rows: int) -> np.ndarray | None:
+    def limits(self, requests: Sequence[Request], num_rows: int) -> np.ndarray | None:
         return None
 
     def decisions(self) -> list[tuple[str, ...]]:
@@ -94,10 +92,10 @@ class FixedDepth:
     def depth(self, request: Request, available: int, num_rows: int) -> int:
         return min(available, self._most_verified)
 
-    def limits(self, spans: Spans, num_rows: int) -> np.ndarray | None:
-        if all(request.params.draft_method is None for request, _ in spans):
+    def limits(self, requests: Sequence[Request], num_rows: int) -> np.ndarray | None:
+        if all(request.params.draft_method is None for request in requests):
             return None
-        allowed = [[allows(request, name) for request, _ in spans] for name in self._proposers]
+        allowed = [[allows(request, name) for request in requests] for name in self._proposers]
         return np.array(allowed, np.int32) * self._most
 
     def decisions(self) -> list[tuple[str, ...]]:

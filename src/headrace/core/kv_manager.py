@@ -41,7 +41,7 @@ class KVCacheManager:
     def __init__(self, layout: KVLayout, prefix_caching: bool = True):
         self.layout = layout
         self.index = PrefixIndex()
-        self.pool = BlockPool(layout.num_blocks, self.index.forget)
+        self.pool = BlockPool(layout.num_blocks, self.index.forget if prefix_caching else None)
         self._caching = prefix_caching
         self._size = layout.block_size
         self._windows = tuple(group.window for group in layout.groups)
@@ -69,7 +69,7 @@ class KVCacheManager:
 
     def _shared_tail(self, request: Request, tables: list[list[int]]) -> list[tuple[int, int]]:
         """(group, index) of the blocks that the request's next token goes into, if others hold them too."""
-        index = (request.num_computed + request.num_in_flight) // self._size
+        index = request.num_scheduled // self._size
         if index >= len(tables[0]):
             return []
         return [(group, index) for group, table in enumerate(tables) if self.pool.is_shared(table[index])]
@@ -85,8 +85,9 @@ class KVCacheManager:
         tables = self._tables.get(request.id)
         if tables is None:
             tables = [[] for _ in self._windows]
-        shared = self._shared_tail(request, tables)
-        each = max(0, -(-num_tokens // self._size) - len(tables[0]))
+        had = len(tables[0])
+        each = max(0, -(-num_tokens // self._size) - had)
+        shared = self._shared_tail(request, tables) if request.num_scheduled < had * self._size else []
         ids = self.pool.take(each * len(tables) + len(shared))
         if ids is None:
             return None
@@ -101,10 +102,10 @@ class KVCacheManager:
             self._tables[request.id] = tables
             self._held[request.id] = self._held.get(request.id, 0) + len(ids)
             for group, table in enumerate(tables):
-                share = ids[group * each : (group + 1) * each]
-                news.append(NewBlocks(request.row, group, len(table), share))
+                share = ids[group * each : (group + 1) * each] if len(tables) > 1 else ids
+                news.append(NewBlocks(request.row, group, had, share))
                 table.extend(share)
-        request.num_slots = len(tables[0]) * self._size
+        request.num_slots = (had + each) * self._size
         return news
 
     def advance(self, request: Request, after_step: int) -> None:
@@ -224,7 +225,7 @@ class KVCacheManager:
         blocks = [block for table in hit.tables for block in table if block != GONE]
         self.pool.touch(blocks)
         self._held[request.id] = len(blocks)
-        request.num_computed = request.num_slots = hit.num_tokens
+        request.num_computed = request.num_scheduled = request.num_slots = hit.num_tokens
         request.num_entered = hit.num_tokens // self._size
         return [
             NewBlocks(request.row, group, 0, [max(block, 0) for block in table])

@@ -77,6 +77,7 @@ class EngineCore:
         self._observer: StepObserver = observer or NullObserver()
         self._always_check = env.check_every_step()
         self._in_flight: deque[tuple[StepPlan, PendingResult]] = deque()
+        self._last: float | None = None  # when the result before was there, if there has been work since
 
     def add(self, request: Request) -> None:
         """Queue a request; RequestError if it could never run."""
@@ -113,10 +114,16 @@ class EngineCore:
                 raise RuntimeError(f"the scheduler is stuck: {'; '.join(self.scheduler.trace.refusals) or 'no reason'}")
             return []
         plan, future = self._in_flight.popleft()
+        asked = time.perf_counter()
         result = future.result()
         started = time.perf_counter()
+        if self._last is not None and plan.num_decodes == plan.num_spans:
+            self.scheduler.visits.observe(plan.num_spans, plan.num_runs, started - self._last, started - asked)
+        self._last = started
         outputs = self.scheduler.commit(plan, result)
         self._observer.committed(plan, result, outputs, time.perf_counter() - started)
+        if not self.has_work:
+            self._last = None
         if self._always_check or not self.has_work:
             self.scheduler.check()
         return outputs

@@ -3,19 +3,19 @@ decodes are planned; a policy answers."""
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+from headrace.core.plan_builder import PlanBuilder
 from headrace.core.request import Request
 
 
 class Pacing(Protocol):
     """Answers must let every request make progress: `prompt_tokens` is at least 1."""
 
-    def prompt_tokens(self, decodes: array[int], budget: int, prompt: Request) -> tuple[int, str]:
-        """Prompt tokens that the step may run, 1 to `budget`, and why not all of it ("": it is). `decodes` holds the
-        spans planned so far (row, start, length, num_drafts of each); `prompt` is the request whose turn it is."""
+    def prompt_tokens(self, decodes: PlanBuilder, budget: int, prompt: Request) -> tuple[int, str]:
+        """Prompt tokens that the step may run, 1 to `budget`, and why not all of it ("": it is). `decodes` is the plan
+        so far; `prompt` is the request whose turn it is."""
         ...
 
     def holds_back(self, running: Sequence[Request], entering: Request) -> str:
@@ -30,7 +30,7 @@ class Pacing(Protocol):
 class NoPacing:
     """As much as the budget holds, and everybody may join."""
 
-    def prompt_tokens(self, decodes: array[int], budget: int, prompt: Request) -> tuple[int, str]:
+    def prompt_tokens(self, decodes: PlanBuilder, budget: int, prompt: Request) -> tuple[int, str]:
         return budget, ""
 
     def holds_back(self, running: Sequence[Request], entering: Request) -> str:

@@ -17,6 +17,7 @@ A span yields a token when it reaches the end of the tokens known for its row; a
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -85,6 +86,8 @@ class StepPlan:
     block_copies: tuple[tuple[int, int], ...] = ()  # (source block, destination block): copy-on-write
     released: tuple[int, ...] = ()  # rows whose requests ended or were preempted
     yields: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))  # bool [S]: the span reaches its row's end
+    # the step runs so many times, each from the tokens that the run before drew; above 1 all spans are single tokens
+    num_runs: int = 1
     # int32 [P, S]: most drafts by each proposer after the span; P = 0: none is asked; None: no bound
     draft_limits: np.ndarray | None = None
 
@@ -109,9 +112,17 @@ class StepPlan:
     def num_spans(self) -> int:
         return self.spans.shape[1]
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         return int(self.spans[2].sum())
+
+    @cached_property
+    def num_decodes(self) -> int:
+        """Leading spans that are one token that yields."""
+        if self.num_tokens == self.num_spans and self.yields.all():
+            return self.num_spans
+        others = np.flatnonzero((self.spans[2] != 1) | (self.spans[3] != 0) | ~self.yields)
+        return int(others[0]) if len(others) else self.num_spans
 
     @property
     def empty(self) -> bool:
@@ -162,3 +173,8 @@ class StepResult:
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # span -> one entry a token, if asked for
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # span -> of the prompt tokens that
     # follow each of its tokens: positions start + 1, start + 2 ... as far as the prompt goes
+
+    @property
+    def only_tokens(self) -> bool:
+        """Nothing is told but the tokens; so every span that yields has one, and no beam is among them."""
+        return not (self.errors or self.logprobs or self.prompt_logprobs or self.num_drafts or self.candidates)

@@ -8,6 +8,7 @@ something else (evicted). Design: vLLM's hash-chained blocks, with the reason of
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import OrderedDict
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -38,20 +39,18 @@ class Miss:
     reason: str
 
 
-@dataclass(slots=True)
-class _Entry:
-    blocks: dict[int, int]  # group -> block
-    parent: bytes
-    tokens: bytes
-
-
 class PrefixIndex:
-    """Blocks by key, for each layer group."""
+    """Blocks by key, for each layer group.
+
+    There may be 10^5 blocks, so what is kept of each are tuples of bytes and numbers, and dicts of numbers: the garbage
+    collector need not look at those again and again, as it would at tuples that hold dicts.
+    """
 
     def __init__(self) -> None:
-        self._entries: dict[bytes, _Entry] = {}
+        self._blocks: dict[bytes, dict[int, int]] = {}  # key -> group -> block
+        self._origins: dict[bytes, tuple[bytes, bytes]] = {}  # key -> (parent, tokens)
         self._key_of: dict[int, tuple[bytes, int]] = {}  # block -> (key, group)
-        self._children: dict[bytes, set[bytes]] = {}  # parent -> keys that follow it
+        self._children: dict[bytes, tuple[bytes, ...]] = {}  # parent -> tokens of the blocks that follow it, sorted
         self._evicted: OrderedDict[bytes, int] = OrderedDict()  # key -> count of evictions when it went
         self.num_evictions = 0
 
@@ -61,25 +60,22 @@ class PrefixIndex:
 
     def blocks(self, key: bytes) -> dict[int, int]:
         """Blocks that hold the tokens of `key`, by layer group."""
-        entry = self._entries.get(key)
-        return _NO_BLOCKS if entry is None else entry.blocks
+        return self._blocks.get(key, _NO_BLOCKS)
 
     def known(self, block: int) -> bool:
         return block in self._key_of
 
     def enter(self, block: int, group: int, key: bytes, parent: bytes, tokens: bytes) -> None:
         """Make a computed block known; if another block already holds the same, that one stays."""
-        entry = self._entries.get(key)
-        if entry is None:
-            self._entries[key] = _Entry({group: block}, parent, tokens)
-            siblings = self._children.get(parent)
-            if siblings is None:
-                self._children[parent] = {key}
-            else:
-                siblings.add(key)
+        blocks = self._blocks.get(key)
+        if blocks is None:
+            self._blocks[key], self._origins[key] = {group: block}, (parent, tokens)
+            siblings = self._children.get(parent, ())
+            at = bisect_left(siblings, tokens)
+            self._children[parent] = (*siblings[:at], tokens, *siblings[at:])
             if self._evicted:
                 self._evicted.pop(key, None)
-        elif entry.blocks.setdefault(group, block) != block:
+        elif blocks.setdefault(group, block) != block:
             return
         self._key_of[block] = (key, group)
 
@@ -89,15 +85,17 @@ class PrefixIndex:
         if place is None:
             return
         key, group = place
-        entry = self._entries[key]
-        del entry.blocks[group]
-        if entry.blocks:
+        blocks = self._blocks[key]
+        del blocks[group]
+        if blocks:
             return
-        del self._entries[key]
-        siblings = self._children[entry.parent]
-        siblings.discard(key)
-        if not siblings:
-            del self._children[entry.parent]
+        del self._blocks[key]
+        parent, tokens = self._origins.pop(key)
+        siblings = self._children[parent]
+        at = bisect_left(siblings, tokens)
+        self._children[parent] = siblings[:at] + siblings[at + 1 :]
+        if len(siblings) == 1:
+            del self._children[parent]
         self.num_evictions += 1
         self._evicted[key] = self.num_evictions
         if len(self._evicted) > _REMEMBERED_EVICTIONS:
@@ -108,11 +106,12 @@ class PrefixIndex:
         if key in self._evicted:
             ago = self.num_evictions - self._evicted[key]
             return Miss(start, f"the block at token {start} was evicted {ago} evictions ago; a larger kv_cache helps")
-        if key in self._entries:
+        if key in self._blocks:
             return Miss(start, f"the block at token {start} is kept for some layer groups only")
         best = -1
-        for sibling in self._children.get(parent, ()):
-            other = self._entries[sibling].tokens
+        siblings = self._children.get(parent, ())
+        at = bisect_left(siblings, tokens)
+        for other in siblings[max(0, at - 1) : at + 1]:  # in their order, those before and after it are most like it
             unlike = (i for i in range(0, len(tokens), 4) if tokens[i : i + 4] != other[i : i + 4])
             best = max(best, next(unlike, len(tokens)) // 4)
         if best >= 0:

@@ -39,8 +39,8 @@ class RequestError(ValueError):
 class Request:
     """One choice of one prompt, from arrival to its finish reason.
 
-    Counters, in tokens: KV exists for `num_computed`; steps in flight carry `num_in_flight` more and will append at
-    most `num_pending` sampled tokens. What the scheduler may still hand out is `num_unscheduled`.
+    Counters, in tokens: KV exists for `num_computed`; steps, those in flight included, have been given `num_scheduled`.
+    What the scheduler may still hand out is `num_unscheduled`.
     """
 
     id: str
@@ -52,6 +52,7 @@ class Request:
     choice: int = 0
     priority: int = 0  # lower is served first
     batch: bool = False  # nobody waits for its tokens as they come: it gives way to those that somebody waits for
+    quiet: bool = False  # nobody looks at its tokens before it ends: then they are told, all at once
     bad_words: BadWords | None = None  # resolved from params.bad_words
     cache_salt: str | None = None  # prefixes are shared within a salt only
     adapter: str | None = None  # and within an adapter
@@ -65,11 +66,10 @@ class Request:
     max_len: int = field(init=False)  # tokens at which it ends
     row: int = field(default=-1, init=False)  # -1: not in the table
     admitted: bool = field(default=False, init=False)  # a step has been told of it, ever
-    epoch: int = field(default=0, init=False)  # counts admissions, so that results of an earlier stay are dropped
     num_computed: int = field(default=0, init=False)
-    num_in_flight: int = field(default=0, init=False)
-    num_pending: int = field(default=0, init=False)
+    num_scheduled: int = field(default=0, init=False)
     runs_ahead: bool = field(default=True, init=False)  # may be scheduled before its last step's tokens are known
+    repeats: bool = field(default=False, init=False)  # its step may run several times before the host looks at it
     num_drafts: int = field(default=0, init=False)  # that the worker holds for its next step
     draft_values: list[float] = field(default_factory=list, init=False)  # of a tree: how likely each node is accepted
     draft_source: int = field(default=0, init=False)  # which of the engine's proposers made them
@@ -103,9 +103,17 @@ class Request:
 
     @property
     def num_unscheduled(self) -> int:
-        """Known or promised tokens that no step has been given; 0 also once the last allowed token is promised."""
-        promised = len(self.token_ids) + self.num_pending
-        return 0 if promised >= self.max_len else promised - self.num_computed - self.num_in_flight
+        """Known or promised tokens that no step has been given; 0 also once the last allowed token is promised. Steps
+        in flight that have been given all known tokens promise the one after the last that they were given."""
+        promised = len(self.token_ids)
+        if self.runs_ahead and self.num_scheduled >= promised:
+            promised = self.num_scheduled + 1
+        return 0 if promised >= self.max_len else promised - self.num_scheduled
+
+    @property
+    def untold_ids(self) -> list[int]:
+        """Its output, where nobody has been told of it yet."""
+        return self.output_token_ids if self.quiet else []
 
     @property
     def is_plain(self) -> bool:
@@ -128,7 +136,7 @@ class Request:
     def become_dormant(self) -> None:
         """A beam's member that is no live sequence: it keeps its row and has nothing to run."""
         self.max_len = 0
-        self.num_computed = self.num_slots = self.num_entered = 0
+        self.num_computed = self.num_scheduled = self.num_slots = self.num_entered = 0
 
     def continue_from(self, parent: Request, token: int) -> None:
         """A beam's member becomes what `parent` is, and one token more."""
@@ -139,8 +147,7 @@ class Request:
     def leave_table(self) -> None:
         """Forget the row and everything computed (preemption, end); steps in flight no longer count."""
         self.row = -1
-        self.epoch += 1
-        self.num_computed = self.num_in_flight = self.num_pending = self.num_slots = self.num_entered = 0
+        self.num_computed = self.num_scheduled = self.num_slots = self.num_entered = 0
         self.num_drafts = 0
 
 

@@ -14,29 +14,20 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from headrace.core.beam import BeamGroup, regroup
 from headrace.core.drafting import DraftPolicy, NoDrafts, Verified, note_verified
 from headrace.core.kv_manager import NO_HIT, KVCacheManager, PrefixHit
 from headrace.core.pacing import NoPacing, Pacing
-from headrace.core.plan import Admit, Fork, NewBlocks, StepPlan, StepResult, TokenLogprobs
+from headrace.core.plan import Admit, Fork, NewBlocks, StepPlan, StepResult
 from headrace.core.plan_builder import PlanBuilder, PrefixUse, SchedulerLimits, StepTrace
 from headrace.core.queue import RequestQueue
 from headrace.core.request import FinishReason, Request, RequestError, TokenOutput
-from headrace.core.stop import accept_tokens
+from headrace.core.stop import accept, broken_off
+from headrace.core.visits import OneRun, Visits, repeat_runs
 
-_NOTHING_TOLD: tuple[None, None] = (None, None)
 _NO_VALUES: list[float] = []
-
-
-def _logprobs(
-    request: Request, result: StepResult, index: int, count: int
-) -> tuple[list[TokenLogprobs] | None, list[TokenLogprobs] | None]:
-    """Of the span's `count` new tokens; and, with the first of them, of the prompt's."""
-    entries = result.logprobs.get(index)
-    first = request.wants_prompt_logprobs and count == request.num_output
-    return entries and entries[:count], request.prompt_logprobs if first else None
 
 
 class Scheduler:
@@ -48,16 +39,13 @@ class Scheduler:
         kv: KVCacheManager,
         drafting: DraftPolicy | None = None,
         pacing: Pacing | None = None,
+        visits: Visits | None = None,
     ):
-        if limits.max_num_batched_tokens < limits.max_num_seqs:
-            raise ValueError(
-                f"max_num_batched_tokens ({limits.max_num_batched_tokens}) must be at least max_num_seqs "
-                f"({limits.max_num_seqs}), so that every running request can decode in one step"
-            )
         self.limits = limits
         self.kv = kv
         self.drafting: DraftPolicy = drafting or NoDrafts()
         self.pacing: Pacing = pacing or NoPacing()
+        self.visits: Visits = visits or OneRun()
         self.waiting = RequestQueue(limits.policy)
         self.running: list[Request] = []  # oldest first
         self.trace = StepTrace()
@@ -65,7 +53,8 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._free_rows = deque(range(limits.max_num_seqs))
         self._released: list[int] = []  # rows to be told in the next plan
-        self._in_flight: dict[int, list[tuple[Request, int]]] = {}  # step -> the request and epoch of each span
+        # step -> the request of each span; None once it has left the table: nobody waits for the result
+        self._in_flight: dict[int, list[Request | None]] = {}
         self._followers: dict[str, list[Request]] = {}  # requests that wait for a leader's prompt to be computed
         self._forks: list[Fork] = []  # to be told in the next plan, with the blocks that come of them
         self._fork_blocks: list[NewBlocks] = []
@@ -92,6 +81,7 @@ class Scheduler:
         if request.beam is not None:
             self._add_beam(request.beam)
         request.runs_ahead = request.is_plain and not self.drafting.speculates
+        request.repeats = request.runs_ahead and request.params.is_simple
         leader = request.leader
         if leader is not None and leader.id in self._requests and leader.num_output == 0:
             self._followers.setdefault(leader.id, []).append(request)
@@ -100,13 +90,7 @@ class Scheduler:
         self._requests[request.id] = request
 
     def _add_beam(self, group: BeamGroup) -> None:
-        most = group.width * self.kv.layout.blocks_for(group.leader.max_len)
-        if group.width > self.limits.max_num_seqs or most > self.kv.layout.num_blocks:
-            raise RequestError(
-                f"a beam of {group.width} sequences of {group.leader.max_len} tokens takes {group.width} rows "
-                f"(max_num_seqs {self.limits.max_num_seqs}) and {most} blocks (kv_cache {self.kv.layout.num_blocks}); "
-                "lower beam_width or max_tokens"
-            )
+        group.check_fits(self.limits.max_num_seqs, self.kv.layout)
         for member in group.members[1:]:
             member.become_dormant()
             member.runs_ahead = False
@@ -120,7 +104,7 @@ class Scheduler:
             if request is not None:
                 members = [request] if request.beam is None else request.beam.members
                 self._end(request, reason)
-                outputs += [TokenOutput(member.id, [], reason) for member in members]
+                outputs += [broken_off(member, reason) for member in members]
         return outputs
 
     @property
@@ -130,6 +114,11 @@ class Scheduler:
     @property
     def num_in_flight(self) -> int:
         return len(self._in_flight)
+
+    def num_untold(self, request_id: str) -> int:
+        """Tokens that a request has generated and nobody has been told of."""
+        request = self._requests.get(request_id)
+        return request.num_output if request is not None and request.quiet else 0
 
     def backlog(self) -> float:
         """Predicted seconds until all prompts known now have been run; 0 where no policy predicts."""
@@ -161,7 +150,8 @@ class Scheduler:
         for admit in plan.admits:
             self._requests[admit.request_id].admitted = True
         self.trace.prefixes = [use for use in self.trace.prefixes if self._requests[use.request_id].admitted]
-        self._in_flight[self._next_step] = plan.requests
+        self.trace.decisions += repeat_runs(plan, self.visits, self.kv, self.limits.max_model_len)
+        self._in_flight[self._next_step] = list(plan.requests)
         self._next_step += 1
         limits = self.drafting.limits(plan.requests, len(self.running))
         built = plan.build(self._forks, self._fork_blocks, self._released, limits)
@@ -172,26 +162,26 @@ class Scheduler:
     def _schedule_decodes(self, plan: PlanBuilder) -> None:
         # the hot loop of a loaded engine: PlanBuilder.add and Request.num_unscheduled are written out
         plan.spare = plan.budget - len(self.running)  # every running request must get its token
-        step, spans, yields, requests = self._next_step, plan.spans, plan.yields, plan.requests
+        step, requests, rows, starts = self._next_step, plan.requests, plan.rows, plan.starts
         for request in self.running.copy():
-            if request.row < 0:  # preempted a moment ago
+            row, start, promised = request.row, request.num_scheduled, len(request.token_ids)
+            if row < 0:  # preempted a moment ago
                 continue
-            start = request.num_computed + request.num_in_flight
-            promised = len(request.token_ids) + request.num_pending
+            if start >= promised and request.runs_ahead:
+                promised = start + 1
             unscheduled = promised - start if promised < request.max_len else 0
             if unscheduled == 1:
                 if request.num_drafts and self._add_verification(plan, request, start):
                     continue
                 if start < request.num_slots or self._make_room(request, start + 1, plan):
-                    spans.extend((request.row, start, 1, 0))
-                    yields.append(True)
-                    requests.append((request, request.epoch))
+                    requests.append(request)
+                    rows.append(row)
+                    starts.append(start)
                     request.scheduled_in = step
-                    request.num_in_flight += 1
-                    request.num_pending += request.runs_ahead
+                    request.num_scheduled = start + 1
             elif unscheduled > 1:
                 plan.prefilling.append(request)
-        plan.budget = self.limits.max_num_batched_tokens - sum(spans[2::4])  # the lengths
+        plan.budget = self.limits.max_num_batched_tokens - plan.num_tokens
 
     def _add_verification(self, plan: PlanBuilder, request: Request, start: int) -> bool:
         """A span of the request's next token and drafts behind it; False if none are worth it or have room."""
@@ -224,7 +214,7 @@ class Scheduler:
         """Leave as much of the budget to prompts as the policy says."""
         prompt = next((r for r in plan.prefilling if r.row >= 0), None) or self.waiting.peek()
         if prompt is not None and plan.budget > 0:
-            budget, reason = self.pacing.prompt_tokens(plan.spans, plan.budget, prompt)
+            budget, reason = self.pacing.prompt_tokens(plan, plan.budget, prompt)
             plan.budget = max(1, min(budget, plan.budget))
             if reason:
                 self.trace.decisions.append(("prompt tokens", str(plan.budget), reason))
@@ -261,7 +251,7 @@ class Scheduler:
     def _admit(self, plan: PlanBuilder) -> None:
         """Give rows to waiting requests, oldest first, while the step has work for them and memory holds them."""
         prefilling = [r for r in plan.prefilling if r.row >= 0]
-        demand = sum(min(r.num_unscheduled, self._share) for r in prefilling)
+        demand = sum(min(r.num_unscheduled, self.limits.share) for r in prefilling)
         promised = sum(self.kv.promised(r) for r in prefilling)
         while demand < plan.budget and (request := self.waiting.peek()) is not None:
             entering = [request] if request.beam is None else request.beam.members
@@ -293,7 +283,7 @@ class Scheduler:
             self.waiting.pop()
             for each, hit in zip(entering, hits, strict=True):
                 self._enter_table(each, hit, plan)
-                demand += min(each.num_unscheduled, self._share)
+                demand += min(each.num_unscheduled, self.limits.share)
                 promised += self.kv.promised(each) if each.max_len else 0
         if plan.admits:
             plan.prefilling.sort(key=self._age)
@@ -333,7 +323,7 @@ class Scheduler:
 
     def _schedule_prefills(self, plan: PlanBuilder) -> None:
         if len(plan.prefilling) > 1:
-            spared = min(self._share, plan.budget // 2)
+            spared = min(self.limits.share, plan.budget // 2)
             for request in sorted(plan.prefilling[1:], key=lambda r: r.num_unscheduled):
                 if spared > 0 and request.row >= 0:
                     spared -= self._schedule_chunk(plan, request, spared)
@@ -345,7 +335,7 @@ class Scheduler:
         """Up to `most` tokens of a prompt; returns how many."""
         unscheduled = request.num_unscheduled
         length = min(unscheduled, most)
-        if self._make_room(request, request.num_computed + request.num_in_flight + length, plan):
+        if self._make_room(request, request.num_scheduled + length, plan):
             plan.add(request, length, 0, length == unscheduled)
             return length
         return 0
@@ -356,56 +346,77 @@ class Scheduler:
         """Account for a step that ran; plans commit in the order they were made."""
         outputs: list[TokenOutput] = []
         self.verified = []
-        block_size, followers, errors = self.kv.layout.block_size, self._followers, result.errors
-        with_logprobs = bool(result.logprobs or result.prompt_logprobs)
-        make_output = tuple.__new__  # TokenOutput() was measured to be slower
-        spans = zip(
-            self._in_flight.pop(plan.step_id), plan.lengths.tolist(), plan.num_drafts.tolist(), plan.yields.tolist(),
-            result.tokens, strict=True,
-        )  # fmt: skip
-        for index, ((request, epoch), length, num_drafts, yields, tokens) in enumerate(spans):
-            if request.epoch != epoch:  # preempted, aborted or ended since: nobody waits for this
+        requests = self._in_flight[plan.step_id]  # those that leave meanwhile are taken out
+        decodes = plan.num_decodes if result.only_tokens and plan.num_runs == 1 else 0
+        self._commit_decodes(requests[:decodes], result.tokens, outputs)
+        for index in range(decodes, len(requests)):
+            if (request := requests[index]) is not None:
+                outputs += self._commit_span(request, plan, result, index)
+        del self._in_flight[plan.step_id]
+        self._committed = plan.step_id
+        self.drafting.observe_step(plan, result)
+        return outputs
+
+    def _commit_decodes(
+        self, requests: Sequence[Request | None], tokens: list[list[int]], outputs: list[TokenOutput]
+    ) -> None:
+        """Spans of one token that brought one and nothing else: the hot loop of a loaded engine."""
+        block_size, make_output = self.kv.layout.block_size, tuple.__new__  # TokenOutput() was measured to be slower
+        for request, new in zip(requests, tokens, strict=False):
+            if request is None:
                 continue
-            request.num_in_flight -= length
-            request.num_computed += length
-            if errors and index in errors:
-                told_ids = [request.id] if request.beam is None else [each.id for each in request.beam.members]
-                outputs += [TokenOutput(each, [], FinishReason.ERROR, errors[index]) for each in told_ids]
-                self._end(request, FinishReason.ERROR)
+            request.num_computed = computed = request.num_computed + 1
+            if computed % block_size == 0:
+                self.kv.advance(request, after_step=self._next_step - 1)
+            token, known = new[0], request.token_ids
+            if token not in request.stop_ids and len(known) + 1 < request.max_len:
+                known.append(token)  # what accept() does, nearly always
+                if not request.quiet:
+                    news = (request.id, new, None, None, None, None, request.num_cached, None)
+                    outputs.append(make_output(TokenOutput, news))
                 continue
-            if with_logprobs and index in result.prompt_logprobs:  # after a preemption the first come a second time
-                had = len(request.prompt_logprobs) - (request.num_computed - length)
-                request.prompt_logprobs.extend(result.prompt_logprobs[index][had:])
-            if request.beam is not None and yields:
+            outputs += accept(request, new)
+            if request.finish_reason is not None:
+                self._end(request, request.finish_reason)
+        if self._followers:
+            for request in filter(None, requests):
+                self._queue_followers(request)
+
+    def _commit_span(self, request: Request, plan: StepPlan, result: StepResult, index: int) -> list[TokenOutput]:
+        """Any span."""
+        outputs: list[TokenOutput] = []
+        length, num_drafts = int(plan.lengths[index]) * plan.num_runs, int(plan.num_drafts[index])
+        request.num_computed += length
+        if index in result.errors:
+            told = [request] if request.beam is None else request.beam.members
+            self._end(request, FinishReason.ERROR)
+            return [broken_off(each, FinishReason.ERROR, result.errors[index]) for each in told]
+        if index in result.prompt_logprobs:  # after a preemption the first come a second time
+            had = len(request.prompt_logprobs) - (request.num_computed - length)
+            request.prompt_logprobs.extend(result.prompt_logprobs[index][had:])
+        if plan.yields[index]:
+            if request.beam is not None:
                 if request.beam.offer(request, result.candidates[index]):
                     outputs += self._decide(request.beam)
-            elif yields:
-                request.num_pending -= request.runs_ahead
+            else:
                 if num_drafts:
-                    request.num_computed -= num_drafts - result.num_accepted[index]
+                    rejected = num_drafts - result.num_accepted[index]
+                    request.num_computed -= rejected
+                    request.num_scheduled -= rejected
                     self.verified.append(note_verified(self.drafting, request, num_drafts, result.num_accepted[index]))
                 if result.num_drafts:
                     request.num_drafts = result.num_drafts[index]
                     request.draft_values = result.draft_values.get(index, _NO_VALUES)
                 if result.draft_sources:
                     request.draft_source = result.draft_sources[index]
-                known = request.token_ids
-                if len(tokens) == 1 and tokens[0] not in request.stop_ids and len(known) + 1 < request.max_len:
-                    known.append(tokens[0])  # what accept_tokens does, nearly always
-                    taken = tokens
-                else:
-                    taken = accept_tokens(request, tokens)
-                told = _logprobs(request, result, index, len(taken)) if with_logprobs else _NOTHING_TOLD
-                news = (request.id, taken, request.finish_reason, None, *told, request.num_cached, None)
-                outputs.append(make_output(TokenOutput, news))
-                if followers:
-                    self._queue_followers(request)
-            if request.num_computed // block_size > request.num_entered and request.row >= 0:
-                self.kv.advance(request, after_step=self._next_step - 1)
-            if request.finish_reason is not None and request.row >= 0:
-                self._end(request, request.finish_reason)
-        self._committed = plan.step_id
-        self.drafting.observe_step(plan, result)
+                outputs += accept(request, result.tokens[index], result.logprobs.get(index))
+                if request.finish_reason is not None:  # tokens behind the one that ended it are no part of it
+                    request.num_computed = min(request.num_computed, len(request.token_ids) - 1)
+                self._queue_followers(request)
+        if request.num_computed // self.kv.layout.block_size > request.num_entered and request.row >= 0:
+            self.kv.advance(request, after_step=self._next_step - 1)
+        if request.finish_reason is not None and request.row >= 0:
+            self._end(request, request.finish_reason)
         return outputs
 
     def _decide(self, group: BeamGroup) -> list[TokenOutput]:
@@ -416,28 +427,14 @@ class Scheduler:
             self._forks += forks
             self._fork_blocks += news
             return []
-        best = group.hypotheses[: group.num_best]
-        outputs = [
-            TokenOutput(member.id, each.token_ids, each.reason, num_cached=member.num_cached, score=each.score)
-            for member, each in zip(group.members, best, strict=False)
-        ]
-        outputs += [
-            TokenOutput(member.id, [], FinishReason.ERROR, "so few tokens were allowed that no other sequence was left")
-            for member in group.members[len(best) : group.num_best]
-        ]
         self._end(group.leader, FinishReason.STOP)
-        return outputs
+        return group.outputs()
 
     def _queue_followers(self, leader: Request) -> None:
         for follower in self._followers.pop(leader.id, ()):
             self.waiting.push(follower)
 
     # -- bookkeeping
-
-    @property
-    def _share(self) -> int:
-        """Tokens of a step kept for the prompts with the least left, so that they need not wait behind long ones."""
-        return max(1, self.limits.max_num_batched_tokens // 4)
 
     def _age(self, request: Request) -> tuple[float, int]:
         return self.waiting.key(request)
@@ -451,6 +448,9 @@ class Scheduler:
     def _leave(self, request: Request) -> None:
         """Take a running request off the table; its blocks come back when the steps in flight have committed."""
         self.running.remove(request)
+        for spans in self._in_flight.values():
+            if request in spans:
+                spans[spans.index(request)] = None
         self.kv.free(request, after_step=self._next_step - 1)
         self.kv.pool.settle(self._committed)
         if self._forks:
@@ -465,7 +465,7 @@ class Scheduler:
         unless an admission is taken back in the step that made it."""
         members = [request] if request.beam is None else request.beam.members
         for member in members:
-            if not taken_back and (member.num_computed or member.num_in_flight):
+            if not taken_back and member.num_scheduled:
                 member.num_preemptions += 1
                 self.trace.preempted.append(member.id)
             self._leave(member)

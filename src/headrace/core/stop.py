@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from headrace.core.request import FinishReason, Request
+from headrace.core.plan import TokenLogprobs
+from headrace.core.request import FinishReason, Request, TokenOutput
 
 
 def accept_tokens(request: Request, tokens: list[int]) -> list[int]:
@@ -17,3 +18,35 @@ def accept_tokens(request: Request, tokens: list[int]) -> list[int]:
             request.finish_reason = FinishReason.LENGTH
             return tokens[:count]
     return tokens
+
+
+def accept(request: Request, tokens: list[int], logprobs: list[TokenLogprobs] | None = None) -> list[TokenOutput]:
+    """`accept_tokens`, and what is to be told then, with the tokens' `logprobs`; nothing of a quiet request that goes
+    on. Such a request has no logprobs but its prompt's."""
+    taken = accept_tokens(request, tokens)
+    if request.quiet:
+        if request.finish_reason is None:
+            return []
+        taken = request.untold_ids
+    first = len(taken) == request.num_output
+    return [
+        TokenOutput(
+            request.id,
+            taken,
+            request.finish_reason,
+            logprobs=logprobs and logprobs[: len(taken)],
+            prompt_logprobs=request.prompt_logprobs if first and request.wants_prompt_logprobs else None,
+            num_cached=request.num_cached,
+        )
+    ]
+
+
+def broken_off(request: Request, reason: FinishReason, error: str | None = None) -> TokenOutput:
+    """What is to be told of a request that ends before its time."""
+    untold = request.untold_ids
+    if not untold:
+        return TokenOutput(request.id, [], reason, error)
+    prompt_logprobs = request.prompt_logprobs if request.wants_prompt_logprobs else None
+    return TokenOutput(
+        request.id, untold, reason, error, prompt_logprobs=prompt_logprobs, num_cached=request.num_cached
+    )

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from headrace.autopilot.depth import AutoDepth, PassCost
+from headrace.autopilot.host_bound import HostBound
 from headrace.autopilot.overlap import RunAhead
 from headrace.autopilot.slo import SloPacing
 from headrace.config import ConfigError, EngineArgs
@@ -23,6 +24,7 @@ from headrace.core.pacing import NoPacing, Pacing
 from headrace.core.plan_builder import SchedulerLimits
 from headrace.core.request import FinishReason, RequestError, TokenOutput
 from headrace.core.scheduler import Scheduler
+from headrace.core.visits import OneRun, Visits
 from headrace.device.cpu import cpu_facts
 from headrace.device.cuda import GpuFacts
 from headrace.executor.inproc import InProcessExecutor
@@ -138,12 +140,17 @@ class Engine:
             self.config.scheduling,
         )
         kv = KVCacheManager(layout, self.config.prefix_caching)
-        scheduler = Scheduler(limits, kv, self._draft_policy(work, draft), self._pacing(work))
+        scheduler = Scheduler(limits, kv, self._draft_policy(work, draft), self._pacing(work), self._visits())
         observer: StepObserver = self._observer or NullObserver()
         self._core = EngineCore(scheduler, self._executor, self.config.steps_in_flight, observer)
         self._streams: dict[str, ChoiceStream] = {}  # core request id -> its choice
         self._ids = itertools.count()
         self._closed = False
+
+    def _visits(self) -> Visits:
+        """Steps of a GPU can run several times a visit; those that drafts may follow are looked at every time."""
+        overlaps = self.config.device != "cpu" and self.config.steps_in_flight > 1
+        return HostBound() if overlaps and not self.config.proposers else OneRun()
 
     def _draft_policy(self, work: WorkModel, draft: DraftSource | None) -> DraftPolicy:
         config = self.config
@@ -217,17 +224,27 @@ class Engine:
         output = RequestOutput(
             request_id, prepared.prompt, prepared.token_ids, [CompletionOutput(i) for i in range(params.num_choices)]
         )
+        # unless every token is looked at, text is made of all of them at once when a request ends
+        watched = live or params.stop or params.logprobs is not None or params.num_choices > params.n
         queued = []
         try:
             for request in prepared.queue:
+                request.quiet = not watched and request.beam is None
                 self._core.add(request)
                 queued.append(request.id)
         except Exception:
             self._core.abort(queued)
             raise
         for index, request in enumerate(prepared.requests[: params.num_choices]):
-            self._streams[request.id] = ChoiceStream(output, index, params, self.tokenizer, live=live)
+            self._streams[request.id] = ChoiceStream(output, index, params, self.tokenizer)
         return output
+
+    def num_tokens(self, outputs: Sequence[RequestOutput]) -> int:
+        """Tokens generated for some prompts so far, whether their outputs have been told of them or not."""
+        told = sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
+        mine = {id(output) for output in outputs}
+        going = (key for key, stream in self._streams.items() if id(stream.output) in mine)
+        return told + sum(map(self._core.scheduler.num_untold, going))
 
     def step(self) -> list[Update]:
         """Run one step and return what it added; [] when there is nothing to do."""
@@ -255,9 +272,6 @@ class Engine:
         for news in news_list:
             stream = self._streams.get(news.request_id)
             if stream is None:  # ended by a stop string while this was in flight
-                continue
-            if stream.holds and news.finish_reason is None and news.prompt_logprobs is None:
-                stream.hold(news)
                 continue
             updates.extend(stream.add(news))
             if stream.choice.finish_reason is not None:

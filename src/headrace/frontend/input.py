@@ -71,7 +71,9 @@ class InputProcessor:
         elif isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
             raise RequestError(f"a prompt is a text or a list of token ids, not {type(prompt).__name__}")
         else:
-            ids = [_index(token, self._spec.vocab_size) for token in prompt]
+            ids = list(prompt)
+            if not (set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < self._spec.vocab_size):
+                ids = [_index(token, self._spec.vocab_size) for token in ids]
         if ids and max(ids) >= self._spec.vocab_size:  # the tokenizer knows more tokens than the model has rows for
             raise RequestError(
                 f"the text holds token {max(ids)}, which the tokenizer knows but the model does not "

@@ -111,7 +111,8 @@ class LLM:
                 self._step(waiting[0])
                 if progress:
                     done = sum(output.finished for output in outputs)
-                    num_tokens = sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
+                    with self._lock:
+                        num_tokens = self.engine.num_tokens(outputs)
                     bar.show(done, len(outputs), num_tokens)
 
     def _step(self, wanted: RequestOutput) -> None:

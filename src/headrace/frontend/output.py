@@ -77,10 +77,8 @@ class ChoiceStream:
         params: SamplingParams,
         tokenizer: Tokenizer,
         kept: frozenset[int] = frozenset(),
-        live: bool = True,
     ):
-        """`kept`: special tokens that are in the text whatever the parameters say. Not `live`: nobody looks before the
-        end, so text is made of all tokens at once then, unless a stop string has to be watched for."""
+        """`kept`: special tokens that are in the text whatever the parameters say."""
         self.output = output
         self.choice = output.outputs[index]
         self._params = params
@@ -89,16 +87,6 @@ class ChoiceStream:
         self._detokenizer = tokenizer.detokenizer(params.skip_special_tokens, kept)
         self._stops = StopStrings(params.stop)
         self._pending = ""  # text that may yet belong to a stop string
-        self._held: list[int] = []  # tokens of which no text has been made yet
-        self.holds = not live and not params.stop and params.logprobs is None and params.num_choices == params.n
-
-    def hold(self, news: TokenOutput) -> None:
-        """Take in a step's tokens, of which none is the last, and leave the text for later; where `holds`."""
-        choice = self.choice
-        if not choice.token_ids and choice.index == 0:
-            self.output.num_cached_tokens = news.num_cached
-        choice.token_ids.extend(news.token_ids)
-        self._held.extend(news.token_ids)
 
     def add(self, news: TokenOutput) -> list[Update]:
         """Take in a step's tokens and return what can be shown: this choice's update, or with best_of above n nothing
@@ -116,27 +104,14 @@ class ChoiceStream:
         return [Update(self.output, best, best.text, best.token_ids, best.logprobs) for best in self.output.outputs]
 
     def _extend(self, news: TokenOutput) -> Update:
-        choice, shown, taken = self.choice, "", []
+        choice = self.choice
         if news.prompt_logprobs is not None:
             self.output.prompt_logprobs = [None, *news.prompt_logprobs]
         if news.score is not None:
             choice.score = news.score
         if not choice.token_ids and choice.index == 0:
             self.output.num_cached_tokens = news.num_cached
-        if self._held:
-            shown = self._take(self._detokenizer.add(self._held))
-            self._held = []
-        for position, token in enumerate(news.token_ids):
-            taken.append(token)
-            choice.token_ids.append(token)
-            last = news.finish_reason == FinishReason.STOP and position == len(news.token_ids) - 1
-            if last:
-                choice.stop_reason = token
-                if not self._params.include_stop_str_in_output:
-                    break  # the token that ends the text is not part of it
-            shown += self._take(self._detokenizer.add([token]))
-            if choice.finish_reason is not None:
-                break
+        taken, shown = self._watch(news) if self._params.stop else self._add_all(news)
         if choice.finish_reason is None and news.finish_reason is not None:
             shown += self._take(self._detokenizer.finish())
             if choice.finish_reason is None:
@@ -145,6 +120,32 @@ class ChoiceStream:
                 choice.error = news.error
         choice.text += shown
         return Update(self.output, choice, shown, taken, self._report(taken, news.logprobs))
+
+    def _add_all(self, news: TokenOutput) -> tuple[list[int], str]:
+        """(tokens, text) of a step, where no stop string may end them early."""
+        told = shown = news.token_ids
+        self.choice.token_ids.extend(told)
+        if news.finish_reason == FinishReason.STOP and told:
+            self.choice.stop_reason = told[-1]
+            if not self._params.include_stop_str_in_output:
+                shown = told[:-1]  # the token that ends the text is not part of it
+        return told, self._detokenizer.add(shown)
+
+    def _watch(self, news: TokenOutput) -> tuple[list[int], str]:
+        """The same, up to the first stop string."""
+        choice, taken, shown = self.choice, [], ""
+        for position, token in enumerate(news.token_ids):
+            taken.append(token)
+            choice.token_ids.append(token)
+            last = news.finish_reason == FinishReason.STOP and position == len(news.token_ids) - 1
+            if last:
+                choice.stop_reason = token
+                if not self._params.include_stop_str_in_output:
+                    break
+            shown += self._take(self._detokenizer.add([token]))
+            if choice.finish_reason is not None:
+                break
+        return taken, shown
 
     def _report(self, taken: list[int], logprobs: list[TokenLogprobs] | None) -> list[TokenLogprobs] | None:
         """Those of the tokens taken, if the user asked for them."""
@@ -159,7 +160,7 @@ class ChoiceStream:
 
     def _take(self, piece: str) -> str:
         """Text that can be shown now that `piece` came."""
-        if not self._params.stop:
+        if not self._params.stop:  # what the end leaves
             return piece
         allowed = len(self.choice.token_ids) >= self._params.min_tokens
         hit = self._stops.feed(piece, allowed)

@@ -28,11 +28,8 @@ class StopStrings:
         self._patterns = list(patterns)
         self._tables = [_failure_table(pattern) for pattern in self._patterns]
         self._states = [0] * len(self._patterns)
-
-    @property
-    def held(self) -> int:
-        """Characters at the end of the text that may belong to a stop string."""
-        return max(self._states, default=0)
+        self._beginnings = frozenset(pattern[:1] for pattern in self._patterns)
+        self.held = 0  # characters at the end of the text that may belong to a stop string: the largest state
 
     def feed(self, piece: str, allowed: bool = True) -> tuple[int, int] | None:
         """Advance over `piece`; the first stop string that it completes as (its length, characters of `piece` used).
@@ -40,7 +37,7 @@ class StopStrings:
         Of strings completed by the same character the longest counts: its text begins first. With `allowed` false,
         strings completed here are passed over.
         """
-        if not self._patterns:
+        if not self.held and self._beginnings.isdisjoint(piece):  # as nearly all pieces
             return None
         for used, character in enumerate(piece, start=1):
             longest = 0
@@ -55,5 +52,7 @@ class StopStrings:
                     if not allowed:  # passed over: it can only begin again inside itself
                         self._states[index] = table[state - 1]
             if longest and allowed:
+                self.held = max(self._states)
                 return longest, used
+        self.held = max(self._states, default=0)
         return None

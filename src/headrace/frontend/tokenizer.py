@@ -159,20 +159,20 @@ class IncrementalDetokenizer:
 
     def add(self, ids: Iterable[int]) -> str:
         """Text that these further tokens complete, possibly empty."""
-        pieces, skipped = self._pieces, self._skipped
-        parts = []
-        for id in ids:
-            if id in skipped:
-                continue
-            data = pieces[id]
-            if self._first:
-                if id not in pieces.known:
-                    continue
-                self._first = False
-                data = pieces.as_first(data)
-            else:
-                data = pieces.separator + data if id in pieces.known else data
-            parts.append(data)
+        pieces, skipped, parts = self._pieces, self._skipped, []
+        if self._first:
+            ids = iter(ids)
+            for id in ids:
+                data = pieces[id]
+                if id in pieces.known and id not in skipped:
+                    self._first = False
+                    parts.append(pieces.as_first(data))
+                    break
+        if pieces.separator:
+            shown = ((id, pieces[id]) for id in ids if id not in skipped)
+            parts += [pieces.separator + data if id in pieces.known else data for id, data in shown]
+        else:
+            parts += [pieces[id] for id in ids if id not in skipped]
         return self._strip(self._decoder.decode(b"".join(parts)))
 
     def finish(self) -> str:

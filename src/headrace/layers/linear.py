@@ -64,6 +64,11 @@ class MergedLinear:
         split = getattr(self.method, "apply_partial", None)
         return self(x) if split is None else split(self.weights, x, self.bias)
 
+    def scores(self, x: Array) -> Array:
+        """As a call without a bias, float32 also where the method's results are not: see LMHead."""
+        exact = getattr(self.method, "logits", None)
+        return self.method.apply(self.weights, x, None) if exact is None else exact(self.weights, x)
+
     def gated(self, x: Array, activation: Op) -> Array:
         """activation(gate, up) [T, out / 2] of a merged gate and up, in one pass where the method can."""
         fused = getattr(self.method, "apply_gated", None)

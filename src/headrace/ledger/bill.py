@@ -35,7 +35,6 @@ from headrace.core.request import Request, TokenOutput
 
 ITEMS = ("queued", "prefill", "decode", "waiting", "held_back", "preempted", "between")
 _SHARE, _WALL, _STEPS, _PREFILL, _FIRST, _KNOWN, _END = range(7)  # columns of a row's tally
-_SUMS = 3  # of them, from the first, are summed in every step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,24 +203,25 @@ class BillKeeper:
         self._walls += wall
         self._now = end
         rows, starts, lengths, drafts = plan.spans
-        table = self._table
-        share = np.full(len(rows), wall) if self._one_request(rows) else np.minimum(np.rint(own * 1e9), wall)
-        news = np.empty((len(rows), _SUMS), np.int64)
-        news[:, _SHARE], news[:, _WALL], news[:, _STEPS] = share, wall, 1
-        table[rows, :_SUMS] += news
-        table[rows, _END] = starts + lengths - drafts  # drafts count when they have been accepted
-        prefill = starts < table[rows, _KNOWN]
+        share = wall if self._one_request(rows) else np.minimum(np.rint(own * 1e9), wall).astype(np.int64)
+        tally = self._table[rows]
+        tally[:, _SHARE] += share
+        tally[:, _WALL] += wall
+        tally[:, _STEPS] += plan.num_runs
+        tally[:, _END] = starts + lengths * plan.num_runs - drafts  # drafts count when they have been accepted
+        prefill = starts < tally[:, _KNOWN]
         if prefill.any():
-            table[rows, _PREFILL] += news[:, _SHARE] * prefill
-            first = table[rows, _FIRST]  # a first token comes of a prompt's last span
-            table[rows, _FIRST] = np.where((first == 0) & prefill & plan.yields, end, first)
+            tally[:, _PREFILL] += share * prefill
+            first = tally[:, _FIRST]  # a first token comes of a prompt's last span
+            first[(first == 0) & prefill & plan.yields] = end
+        self._table[rows] = tally
 
     def _one_request(self, rows: np.ndarray) -> bool:
         """Whether all rows are of one request, or of choices of one prompt: "r3/0" and "r3/1"."""
         if len(rows) < 2:
             return True
         first = None
-        for row in rows.tolist():
+        for row in rows:
             account = self._occupants[row]
             if account is None:
                 return False

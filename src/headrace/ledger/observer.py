@@ -16,7 +16,7 @@ from headrace.ledger.bill import Bill, BillKeeper
 from headrace.ledger.book import Ledger
 from headrace.ledger.cost import CostModel
 from headrace.ledger.record import DraftUse, OpenStep, split_tokens
-from headrace.ledger.work import WorkModel
+from headrace.ledger.work import StepWork, WorkModel
 
 
 class LedgerObserver:
@@ -42,7 +42,8 @@ class LedgerObserver:
         self._proposers = proposers
         self._verified: Callable[[], Sequence[Verified]] = tuple  # by the last step
         self._clock = clock
-        self._open: dict[int, tuple[OpenStep, float]] = {}  # with the time at which planning began
+        # with the work of one run, and the time at which planning began
+        self._open: dict[int, tuple[OpenStep, StepWork, float]] = {}
         self._last_commit = 0.0
 
     def bill(self, request_id: str) -> Bill | None:
@@ -64,13 +65,14 @@ class LedgerObserver:
         step.refusals, step.preempted, step.prefixes = trace.refusals, trace.preempted, trace.prefixes
         for what, chosen, reason, *over in trace.decisions:
             step.decide(what, chosen, over, reason)
-        step.work = self._work.of_plan(plan)
-        step.predicted = self.cost.predict(step.work)
+        work = self._work.of_plan(plan)
+        step.work = work.times(plan.num_runs)
+        step.predicted = self.cost.predict(work) * plan.num_runs
         step.schedule = seconds
-        self._open[plan.step_id] = step, self._clock() - seconds
+        self._open[plan.step_id] = step, work, self._clock() - seconds
 
     def committed(self, plan: StepPlan, result: StepResult, outputs: list[TokenOutput], seconds: float) -> None:
-        step, began = self._open.pop(plan.step_id)
+        step, work, began = self._open.pop(plan.step_id)
         step.num_output_tokens = sum(map(len, result.tokens))
         step.times, step.commit = result.times, seconds
         if verified := self._verified():
@@ -78,13 +80,13 @@ class LedgerObserver:
         totals = self.ledger.totals
         totals.draft_seconds += result.times.draft
         totals.proposers_dropped += len(result.dropped)
-        decodes = step.num_prefill_tokens == 0 and step.num_decode_tokens == step.num_spans
-        own = self.cost.predict_each(self._work, plan.spans, plan.yields, decodes)
+        own = self.cost.predict_each(self._work, plan.spans, plan.yields, plan.num_decodes == plan.num_spans)
         now = self._clock()
         step.total = now - max(began, self._last_commit)  # with steps in flight: what it added after the one before
         self._last_commit = now
-        self._bills.step(plan, own, began, now)
-        self.cost.observe(step.work, step.total - step.times.draft)  # drafting is predicted by itself
+        self._bills.step(plan, own * plan.num_runs, began, now)
+        # drafting is predicted by itself
+        self.cost.observe(work, (step.total - step.times.draft) / plan.num_runs)
         self.ledger.finish(step)
         self._end(outputs, now)
 

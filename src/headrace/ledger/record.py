@@ -101,6 +101,8 @@ def judge(
 def split_tokens(plan: StepPlan) -> tuple[int, int]:
     """(prefill, decode) tokens that `plan` runs. A decode token belongs to a span that yields and is one token and its
     drafts long; the last single token of a prompt is therefore a decode token, which is what it costs."""
+    if plan.num_decodes == plan.num_spans:  # told in less time
+        return 0, plan.num_spans * plan.num_runs
     lengths = plan.lengths
     decode = int(lengths[plan.yields & (lengths == plan.num_drafts + 1)].sum())
     return int(lengths.sum()) - decode, decode

@@ -49,6 +49,10 @@ class StepWork(NamedTuple):
         """Bytes that have to cross the memory bus: weights and KV."""
         return self.bytes_weights + self.bytes_kv_read + self.bytes_kv_write
 
+    def times(self, num_runs: int) -> StepWork:
+        """That of several such runs."""
+        return self if num_runs == 1 else StepWork._make(num_runs * value for value in self)
+
     @property
     def flops_total(self) -> float:
         return self.flops_linear + self.flops_attention + self.flops_head
@@ -98,6 +102,8 @@ def _one_expert(spec: ModelSpec, moe: MoESpec) -> int:
 
 def num_logits(plan: StepPlan) -> int:
     """Positions of `plan` whose logits are computed: the last token of each span that yields, and its drafts."""
+    if plan.num_decodes == plan.num_spans:  # told in less time
+        return plan.num_spans
     return int(plan.num_drafts[plan.yields].sum()) + int(np.count_nonzero(plan.yields))
 
 
@@ -159,7 +165,7 @@ class WorkModel:
         return cls(spec, weight_bytes, kv_bytes_per_token_layer=2.0 * spec.kv_size * layout.bytes_per_element)
 
     def of_plan(self, plan: StepPlan) -> StepWork:
-        """Work of the step that `plan` describes."""
+        """Work of a run of the step that `plan` describes."""
         return self.work(plan.spans, num_logits(plan))
 
     def work(self, spans: np.ndarray, num_logits: int) -> StepWork:

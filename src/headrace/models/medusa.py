@@ -11,13 +11,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from headrace.layers.linear import Linear, Shard
 from headrace.layers.weights import WeightSource
 from headrace.models.blocks import CausalLM
 from headrace.models.draft_vocab import DraftVocabulary
-from headrace.ops.xp import Array
+from headrace.ops.xp import Array, namespace
 from headrace.quant.base import QuantScheme
 
 
@@ -66,8 +64,9 @@ class MedusaHeads:
 
     def draft(self, head: int, states: Array, token_ids: Array) -> tuple[Array, Array]:
         """(logits float32 [R, V] by head 0, 1 ..., the states) of hidden states [R, H], whatever the tokens."""
-        x = np.ascontiguousarray(states, np.float32)
+        xp = namespace(states)
+        x = xp.asarray(states, dtype=xp.float32)
         for block in self.blocks[head]:
-            y = np.asarray(block(x))
-            x = x + y / (1.0 + np.exp(-y))
-        return self.vocabulary.spread(self.outputs[head](x)), states
+            y = xp.asarray(block(x), dtype=xp.float32)
+            x = x + y / (1.0 + xp.exp(-y))
+        return self.vocabulary.spread(self.outputs[head].scores(x)), states

@@ -23,7 +23,7 @@ from headrace.layers.embedding import Embedding
 from headrace.layers.linear import Linear, Shard
 from headrace.layers.weights import WeightSource
 from headrace.models.blocks import CausalLM
-from headrace.ops.xp import Array
+from headrace.ops.xp import Array, namespace
 from headrace.quant.base import QuantScheme
 
 _EPS = 1e-6
@@ -53,14 +53,14 @@ class MlpSpeculator:
         self.num_heads, self._scale_input = kind.num_heads, kind.scale_input
         inner, vocab = kind.inner_size, kind.vocab_size
         fade = 0.5 ** (0.5 / kind.num_heads)
-        self._weight = np.float32(math.sqrt((1 - fade**2) * inner / 2) / fade)
+        self._weight = math.sqrt((1 - fade**2) * inner / 2) / fade
 
         def linear(name: str, out_size: int, in_size: int) -> Linear:
             return Linear(source, Shard(name, out_size), in_size, scheme)
 
         self._embeddings: list[Embedding] = []
         self._projections: list[Linear] = []
-        self._norms: list[tuple[np.ndarray, np.ndarray]] = []
+        self._norms: list[tuple[Array, Array]] = []
         self._outputs: list[Linear] = []
         for head in range(kind.num_heads):
             in_size = inner if head else kind.state_size
@@ -70,8 +70,8 @@ class MlpSpeculator:
             if head <= 1 or f"proj.{head}.weight" in source:
                 self._projections.append(linear(f"proj.{head}", inner, in_size))
             if head == 0 or f"ln.{head}.weight" in source:
-                scale = np.asarray(source.take(f"ln.{head}.weight", (inner,)), np.float32)
-                self._norms.append((scale, np.asarray(source.take(f"ln.{head}.bias", (inner,)), np.float32)))
+                scale, shift = (source.take(f"ln.{head}.{part}", (inner,)) for part in ("weight", "bias"))
+                self._norms.append((source.place(_float(scale)), source.place(_float(shift))))
             if head == 0 or f"head.{head}.weight" in source:
                 self._outputs.append(linear(f"head.{head}", vocab, inner))
 
@@ -83,20 +83,26 @@ class MlpSpeculator:
 
     def draft(self, head: int, states: Array, token_ids: Array) -> tuple[Array, Array]:
         """(logits float32 [R, V], states [R, I] for the next head) of states [R, E or I] and the tokens [R] before."""
-        x = np.ascontiguousarray(states, np.float32)
+        xp = namespace(states)
+        x = xp.asarray(states, dtype=xp.float32)
         if head == 0 and self._scale_input:
-            x = _normed(x) * np.float32(math.sqrt(0.5))
-        embedded = _own(self._embeddings, head)(np.ascontiguousarray(token_ids, np.int32))
-        x = np.asarray(_own(self._projections, head)(x)) + self._weight * embedded
+            x = _normed(x) * math.sqrt(0.5)
+        embedded = _own(self._embeddings, head)(xp.asarray(token_ids, dtype=xp.int32))
+        x = xp.asarray(_own(self._projections, head)(x), dtype=xp.float32) + self._weight * embedded
         scale, shift = _own(self._norms, head)
         x = _normed(x) * scale + shift
-        x = ops.gelu_mul(np.concatenate([x, np.ones_like(x)], axis=1))
-        return np.asarray(_own(self._outputs, head)(x)), x
+        x = xp.asarray(ops.gelu_mul(xp.concat([x, xp.ones_like(x)], axis=1)), dtype=xp.float32)
+        return _own(self._outputs, head).scores(x), x
+
+
+def _float(values: np.ndarray) -> np.ndarray:
+    return np.asarray(values, np.float32)
 
 
 def _own(layers: list[_T], head: int) -> _T:
     return layers[min(head, len(layers) - 1)]
 
 
-def _normed(x: np.ndarray) -> np.ndarray:
-    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + np.float32(_EPS))
+def _normed(x: Array) -> Array:
+    xp = namespace(x)
+    return x / xp.sqrt(xp.mean(x * x, axis=-1, keepdims=True) + _EPS)

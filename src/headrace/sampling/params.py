@@ -158,6 +158,20 @@ class SamplingParams:
         return self.temperature == 0.0
 
     @property
+    def is_simple(self) -> bool:
+        """A token depends on its logits and these alone: temperature, top_k, top_p, min_p, the seed. What came before
+        it, or is to be told of it, plays no part."""
+        return (
+            self.repetition_penalty == 1.0
+            and self.presence_penalty == self.frequency_penalty == 0.0
+            and not (self.logit_bias or self.bad_words or self.min_tokens or self.beam_width)
+            and self.allowed_token_ids is None
+            and self.grammar is None
+            and self.logprobs is self.prompt_logprobs is None
+            and self.num_choices == self.n
+        )
+
+    @property
     def num_choices(self) -> int:
         """Choices to generate; `n` of them are returned."""
         return self.best_of or self.n

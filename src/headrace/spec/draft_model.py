@@ -22,9 +22,9 @@ from headrace.spec.base import DraftContext, Drafts
 from headrace.spec.draft_runner import DraftRunner
 from headrace.spec.eagle import WIDTH, HeadRunner
 from headrace.spec.state_heads import StateRunner
-from headrace.spec.tree import ROOT, TokenTree, packed, product_tree, static_tree
+from headrace.spec.tree import ROOT, TokenTree, ladder_tree, packed, product_tree, static_tree
 
-_RANKS = 6  # candidates of a position that may become nodes of a tree
+RANKS = 6  # candidates of a position that may become nodes of a tree
 
 
 class _Growing:
@@ -85,7 +85,7 @@ class DraftModelProposer:
         self._residual = residual
         # of heads whose tree has a fixed shape: its paths
         self._paths: Sequence[Sequence[int]] = getattr(runner.model, "paths", ())
-        self._ranks = max((rank + 1 for path in self._paths for rank in path), default=_RANKS)
+        self._ranks = max((rank + 1 for path in self._paths for rank in path), default=RANKS)
         self.wants_features = isinstance(runner, HeadRunner | StateRunner)
 
     @property
@@ -182,13 +182,7 @@ class DraftModelProposer:
                     static_tree(tokens, shares, paths) if paths else product_tree(tokens, shares, context.nodes)
                 )
                 continue
-            node, value = ROOT, 1.0
-            for tokens, shares in columns:
-                pairs = zip(tokens.tolist(), shares.tolist(), strict=True)
-                nodes = [trees[index].add(node, token, value * share) for token, share in pairs if share > 0]
-                if not nodes:
-                    break
-                node, value = nodes[0], value * float(shares[0])
+            trees[index] = ladder_tree(columns)
         return packed(trees, context.nodes)
 
     def _grow(self, runner: HeadRunner, chosen: np.ndarray, depths: np.ndarray, context: DraftContext) -> Drafts | None:

@@ -22,6 +22,12 @@ from headrace.spec.base import DraftContext
 from headrace.spec.draft_runner import DraftRunner
 
 
+def check_mask_token(mask_token: int, vocab_size: int) -> None:
+    """ValueError if a draft model of `vocab_size` tokens has no such token."""
+    if not 0 <= mask_token < vocab_size:
+        raise ValueError(f"the mask token {mask_token} is not one of the {vocab_size} of the draft model")
+
+
 class ParallelDraftRunner(DraftRunner):
     """See DraftRunner; the first step of a call runs the model, the others read what it made."""
 
@@ -35,10 +41,7 @@ class ParallelDraftRunner(DraftRunner):
         mask_token: int,
     ):
         """ValueError if the model has no such token."""
-        if not 0 <= mask_token < model.spec.vocab_size:
-            raise ValueError(
-                f"the mask token {mask_token} is not one of the {model.spec.vocab_size} of the draft model"
-            )
+        check_mask_token(mask_token, model.spec.vocab_size)
         super().__init__(model, layout, backend, num_rows, max_len)
         self._mask_token = mask_token
         self._known: dict[int, int] = {}  # row -> known tokens

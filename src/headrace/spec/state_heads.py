@@ -39,8 +39,8 @@ class StateRunner:
         self.model = heads
         self.passes: list[DraftPass] = []
         self._context: DraftContext | None = None
-        self._states: dict[int, tuple[int, np.ndarray]] = {}  # row -> (position, hidden state [H])
-        self._made: dict[int, np.ndarray] = {}  # row -> what its last head left for the next
+        self._states: dict[int, tuple[int, Array]] = {}  # row -> (position, hidden state [H])
+        self._made: dict[int, Array] = {}  # row -> what its last head left for the next
 
     def admit(self, admits: Sequence[Admit]) -> None:
         """See Proposer."""
@@ -72,8 +72,8 @@ class StateRunner:
         assert self._context is not None
         started = time.perf_counter()
         head = int(ends[0] - self._context.num_tokens[rows[0]])
-        states = np.stack([self._made[row] if head else self._states[row][1] for row in rows.tolist()])
-        logits, made = self.model.draft(head, states, self._context.token_ids[rows, ends - 1])
+        states = [self._made[row] if head else self._states[row][1] for row in rows.tolist()]
+        logits, made = self._run(head, states, self._context.token_ids[rows, ends - 1])
         self._made = dict(zip(rows.tolist(), made, strict=True))
         self.passes.append(DraftPass(len(rows), time.perf_counter() - started))
         return logits
@@ -88,12 +88,25 @@ class StateRunner:
         """Keep what a step made, after which nobody is asked for drafts."""
         self._keep(features)
 
+    def _run(self, head: int, states: Sequence[Array], token_ids: np.ndarray) -> tuple[np.ndarray, Array]:
+        """See StateHeads."""
+        logits, made = self.model.draft(head, np.stack(states), np.ascontiguousarray(token_ids))
+        return np.asarray(logits), made
+
+    def _taken(self, values: Array, index: np.ndarray) -> Array:
+        """Hidden states [N, H] of their own, of a step's [T, H], which will be overwritten."""
+        return np.array(values[index], np.float32)
+
     def _keep(self, step: StepFeatures) -> None:
         """The hidden state of each span's last token that stands."""
+        found: list[tuple[int, int, int]] = []  # row, position, token
         for row, start, first, end in zip(
             step.rows.tolist(), step.starts.tolist(), step.query_start[:-1].tolist(), step.query_start[1:].tolist(),
             strict=True,
         ):  # fmt: skip
             count = min(end - first, int(step.num_computed[row]) - start)
             if count > 0:
-                self._states[row] = start + count - 1, np.array(step.values[first + count - 1], np.float32)
+                found.append((row, start + count - 1, first + count - 1))
+        if found:
+            states = self._taken(step.values, np.array([token for _, _, token in found]))
+            self._states.update((row, (position, own)) for (row, position, _), own in zip(found, states, strict=True))

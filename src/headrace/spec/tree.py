@@ -100,6 +100,19 @@ def static_tree(tokens: np.ndarray, probs: np.ndarray, paths: Sequence[Sequence[
     return tree
 
 
+def ladder_tree(columns: Iterable[tuple[np.ndarray, np.ndarray]]) -> TokenTree:
+    """The chain of the best candidate of each position, and beside each of its tokens the others: `columns` are
+    (tokens [C], probs [C]) of each position, best first. Impossible ones are left out, and what would follow them."""
+    tree, node, value = TokenTree(), ROOT, 1.0
+    for tokens, probs in columns:
+        pairs = zip(tokens.tolist(), probs.tolist(), strict=True)
+        nodes = [tree.add(node, token, value * prob) for token, prob in pairs if prob > 0]
+        if not nodes:
+            break
+        node, value = nodes[0], value * float(probs[0])
+    return tree
+
+
 def packed(trees: Sequence[TokenTree], most: int) -> Drafts | None:
     """The best `most` nodes of each row's tree; None if all are empty."""
     found = [tree.best(most) for tree in trees]

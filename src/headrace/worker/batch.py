@@ -79,7 +79,7 @@ class BatchBuilder:
         )
         # a span that reaches the end of its row's tokens wants the logits of its last 1 + num_drafts positions
         logit_index, logit_span = _logit_positions(plan, query_start)
-        parents = self._parents(plan, positions, query_start)
+        parents = self._parents(plan, positions)
         prompt_index, prompt_span = self._prompt_positions(rows, lengths, positions)
         columns = -(-int(seq_lens.max()) // self._block_size)
         return StepBatch(
@@ -99,22 +99,17 @@ class BatchBuilder:
             parents=parents,
         )
 
-    def _parents(self, plan: StepPlan, positions: Array, query_start: Array) -> np.ndarray | None:
+    def _parents(self, plan: StepPlan, positions: Array) -> np.ndarray | None:
         """See StepBatch; `positions` of trees become depths."""
-        found: np.ndarray | None = None
-        for span in plan.num_drafts.nonzero()[0].tolist():
-            parents = self._table.draft_parents[int(plan.rows[span])]
-            count = int(plan.num_drafts[span])
-            if parents is None or (parents[:count] == np.arange(count)).all():
-                continue
-            if found is None:
-                found = np.full(len(positions), -2, np.int32)
-            first = int(query_start[span])
-            places = found[first : first + 1 + count]
-            places[0], places[1:] = -1, parents[:count]
-            depths = positions[first : first + 1 + count]
-            for place in range(1, 1 + count):
-                depths[place] = depths[places[place]] + 1
+        found = self._table.tree_parents(plan)
+        if found is None:
+            return None
+        first = 0
+        for token in np.flatnonzero(found > -2).tolist():
+            if found[token] < 0:
+                first = token
+            else:
+                positions[token] = positions[first + found[token]] + 1
         return found
 
     def _prompt_positions(self, rows: Array, lengths: Array, positions: Array) -> tuple[np.ndarray, np.ndarray]:

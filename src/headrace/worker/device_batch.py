@@ -14,7 +14,9 @@ import torch
 from headrace.core.plan import StepPlan
 from headrace.ops.triton.runtime import RUNTIME
 from headrace.ops.triton.step import Lines, StepSpans
+from headrace.ops.triton.trees import TreeSpans
 from headrace.worker.device_table import DeviceTable
+from headrace.worker.device_trees import StepTrees, TreeBuffers
 from headrace.worker.graphs import GraphKey
 
 _RING = 4  # pinned buffers: more than there can be steps in flight, if nobody says how many
@@ -34,8 +36,11 @@ class DeviceBatch:
     longest: int  # tokens of the longest span
     alone: tuple[tuple[int, int], ...] = ()  # tokens from .. to of spans that the library's attention serves
     mixed: bool = False  # padded, and any span may have any length: only the GPU knows
-    most_queries: int = 0  # where all spans are short: tokens that each has at most
-    ancestors: torch.Tensor | None = None  # int64 [T], where spans are token trees: see ops/triton/spans.py
+    most_queries: int = 0  # where all spans are short, or some are trees: tokens that each short one has at most
+    tree: TreeSpans | None = None  # of T tokens, where spans are token trees
+    # (int32 [N], int32 [1]): the rows of the first N tokens, padding included, and how many there are without it, where
+    # each attends by itself, as it would without drafts
+    singles: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 class _Layout:
@@ -45,13 +50,14 @@ class _Layout:
         at = 0
         self.slices: dict[str, slice] = {}
         for name, size in (
-            ("counts", 2),  # spans that are not padding; leading ones of one token
+            ("counts", 3),  # spans that are not padding; leading ones of one token; tokens that attend by themselves
             ("rows", max_rows),
             ("query_start", max_rows + 1),
             ("line_of", max_rows),
             ("num_drafts", max_rows),
             ("span_of", max_lines),
             ("logit_index", max_lines),
+            ("single_rows", max_lines),
             ("tile_span", max_tiles),
             ("tile_first", max_tiles),
         ):
@@ -73,10 +79,13 @@ class DeviceBatchBuilder:
         device: torch.device,
         most_drafts: int = 0,
         ring: int = _RING,
+        trees: bool = False,
+        invariant: bool = False,
     ):
         """`tile`: queries of a tile of prefill; spans of `alone_from` tokens and more without a prefix have none.
-        `most_drafts`: of a span; `ring`: more than there can be steps in flight."""
-        max_rows += most_drafts > 0  # steps that verify have one more span, for the padding
+        `most_drafts`: of a span, which may be `trees`; `ring`: more than there can be steps in flight. `invariant`: a
+        token that follows drafts has the bits that it has without them."""
+        max_rows += 1  # steps under graphs may have one more span, for the padding
         self._table = table
         self._most_drafts = most_drafts
         self.max_lines = min(max_tokens, max_rows * (1 + most_drafts))
@@ -90,9 +99,14 @@ class DeviceBatchBuilder:
         self._turn = 0
         self._inbox = torch.zeros(layout.size, dtype=torch.int32, device=device)
         self._sent = np.zeros(0, np.int32)
+        self._padded: dict[GraphKey, DeviceBatch] = {}
+        # (key, rows, rows that draw) of the decode step that was sent last, if that is what the GPU has
+        self._decode: tuple[GraphKey, bytes, bytes] | None = None
         self._patch_pinned = [torch.zeros(0, dtype=torch.int32) for _ in range(ring)]
         self._patch_events: list[torch.cuda.Event | None] = [None] * ring
         self._patch_turn = 0
+        self._invariant = invariant
+        self._trees = TreeBuffers(max_tokens, ring, device) if trees else None
         groups = table.view.num_groups
 
         def zeros(*shape: int) -> torch.Tensor:
@@ -108,11 +122,16 @@ class DeviceBatchBuilder:
 
     def padded_batch(self, key: GraphKey) -> DeviceBatch:
         """The batch of a step that is padded to `key`; its content comes with `send`."""
+        if key not in self._padded:
+            self._padded[key] = self._make_padded(key)
+        return self._padded[key]
+
+    def _make_padded(self, key: GraphKey) -> DeviceBatch:
         rows, tokens = key.num_rows, key.num_tokens
-        spans, counts = self._spans(rows, tokens), self._part("counts", 2)
+        spans, counts = self._spans(rows, tokens), self._part("counts", 3)
         lines = Lines(self._part("span_of", rows), self._part("line_of", rows))
         if key.decodes:
-            return DeviceBatch(spans, lines, None, self._block_tables, counts[1:], rows, None, 1)
+            return DeviceBatch(spans, lines, None, self._block_tables, counts[1:2], rows, None, 1)
         if key.short:
             lines = Lines(self._part("span_of", tokens), self._part("line_of", rows), self._part("num_drafts", rows))
         num_tiles = rows + -(-tokens // self._tile)
@@ -121,19 +140,28 @@ class DeviceBatchBuilder:
             lines=lines,
             logit_index=None if key.short else self._part("logit_index", rows),
             block_tables=self._block_tables,
-            num_decode_rows=counts[1:],
+            num_decode_rows=counts[1:2],
             num_decodes=0 if key.short else rows,
             tiles=(self._part("tile_span", num_tiles), self._part("tile_first", num_tiles)),
             longest=tokens,
             mixed=True,
             most_queries=1 + self._most_drafts if key.short else 0,
+            tree=self._tree(tokens) if key.tree else None,
+            singles=self._singles(tokens) if key.short and self._invariant else None,
         )
+
+    def _singles(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._part("single_rows", num_tokens), self._part("counts", 3)[2:]
+
+    def _tree(self, num_tokens: int) -> TreeSpans:
+        assert self._trees is not None, "the configuration has no trees"
+        return self._trees.spans(num_tokens)
 
     def _spans(self, num_rows: int, num_tokens: int) -> StepSpans:
         return StepSpans(
             rows=self._part("rows", num_rows),
             query_start=self._part("query_start", num_rows + 1),
-            num_rows=self._part("counts", 2)[:1],
+            num_rows=self._part("counts", 3)[:1],
             token_ids=self._token_ids[:num_tokens],
             positions=self._positions[:num_tokens],
             seq_lens=self._seq_lens[:num_rows],
@@ -145,6 +173,8 @@ class DeviceBatchBuilder:
         words = self._blank()
         self._pad(words, key, 0, 0)
         self._upload(words)
+        if key.tree and self._trees is not None:
+            self._trees.clear()
 
     def _blank(self) -> np.ndarray:
         """The content of a step without spans, nor tiles: attention would take 0 for a tile of span 0."""
@@ -168,13 +198,21 @@ class DeviceBatchBuilder:
         return (plan.lengths >= self._alone_from) & (plan.starts == 0) & (key is None)
 
     def is_short(self, plan: StepPlan) -> bool:
-        """All spans are as short as those that verify drafts, and some are longer than one token."""
+        """All spans are as short as those that verify drafts, and some are longer than one token. Where
+        invariant: all verify, or are one token, since parts of prompts go through other kernels."""
+        if self._invariant and (plan.lengths != 1 + plan.num_drafts).any():
+            return False
         return 1 < int(plan.lengths.max()) <= 1 + self._most_drafts
 
-    def send(self, plan: StepPlan, key: GraphKey | None) -> DeviceBatch:
-        """Bring a step to the GPU, to run padded to `key`, or as it is."""
+    def send(self, plan: StepPlan, key: GraphKey | None, trees: StepTrees | None = None) -> DeviceBatch:
+        """Bring a step to the GPU, to run padded to `key`, or as it is; `trees`: those among its spans."""
         count, lengths, rows = plan.num_spans, plan.lengths, plan.rows
         drawn = plan.yields & ~self._table.hosted[rows]
+        decode = None
+        if key is not None and key.decodes:
+            decode = key, rows.tobytes(), drawn.tobytes()
+            if decode == self._decode:  # as it is in most steps
+                return self.padded_batch(key)
         words = self._blank()
         parts = {name: words[where] for name, where in self._slices.items()}
         starts = parts["query_start"]
@@ -182,19 +220,29 @@ class DeviceBatchBuilder:
         np.cumsum(lengths, out=starts[1 : count + 1])
         decodes = int(np.argmax(lengths != 1)) if (lengths != 1).any() else count
         short = self.is_short(plan) and not RUNTIME.invariant if key is None else key.short
-        if short:
+        singles = 0  # leading tokens that attend by themselves
+        if self._invariant and plan.num_drafts.any():
+            others = lengths != 1 + plan.num_drafts
+            decodes = int(np.argmax(others)) if others.any() else count
+            singles = int(starts[decodes])
+            parts["single_rows"][:singles] = np.repeat(rows[:decodes], lengths[:decodes])
+        if short or trees is not None:
             decodes = 0
-        parts["counts"][:] = count, decodes
+        if trees is not None and self._trees is not None:
+            self._trees.send(trees)
+        parts["counts"][:] = count, decodes, singles
         parts["num_drafts"][:count] = np.where(drawn, plan.num_drafts, 0)
         num_lines = self._lines(plan, key, parts, drawn)
         alone = self._alone(plan, key)
-        tiled = [span for span in range(decodes, count) if not alone[span]]
+        shortest = 2 + self._most_drafts if trees is not None and not short else 1  # shorter ones are not tiles'
+        tiled = [span for span in range(decodes, count) if not alone[span] and lengths[span] >= shortest]
         tiles = [(span, first) for span in tiled for first in range(0, int(lengths[span]), self._tile)]
         if tiles:
             parts["tile_span"][: len(tiles)], parts["tile_first"][: len(tiles)] = np.array(tiles, np.int32).T
         if key is not None:
             self._pad(words, key, count, plan.num_tokens)
             self._upload(words)
+            self._decode = decode
             return self.padded_batch(key)
         self._upload(words)
         drafts = self._part("num_drafts", count) if self._most_drafts else None
@@ -203,12 +251,14 @@ class DeviceBatchBuilder:
             lines=Lines(self._part("span_of", num_lines), self._part("line_of", count), drafts),
             logit_index=self._part("logit_index", num_lines),
             block_tables=self._block_tables,
-            num_decode_rows=self._part("counts", 2)[1:],
+            num_decode_rows=self._part("counts", 3)[1:2],
             num_decodes=decodes,
             tiles=(self._part("tile_span", len(tiles)), self._part("tile_first", len(tiles))) if tiles else None,
             longest=int(lengths.max()),
             alone=tuple((int(starts[span]), int(starts[span + 1])) for span in np.flatnonzero(alone)),
-            most_queries=1 + self._most_drafts if short else 0,
+            most_queries=1 + self._most_drafts if short or trees is not None else 0,
+            tree=None if trees is None else self._tree(plan.num_tokens),
+            singles=self._singles(singles) if singles else None,
         )
 
     def _lines(self, plan: StepPlan, key: GraphKey | None, parts: dict[str, np.ndarray], drawn: np.ndarray) -> int:
@@ -231,6 +281,7 @@ class DeviceBatchBuilder:
         return len(span_of)
 
     def _upload(self, words: np.ndarray) -> None:
+        self._decode = None
         if np.array_equal(words, self._sent):  # the same rows once more
             return
         self._sent = words
@@ -258,7 +309,7 @@ class DeviceBatchBuilder:
         buffer.numpy()[segments.size : size] = words
         moved = buffer[:size].to(self._device, non_blocking=True)
         if self._device.type == "cuda":
-            event = torch.cuda.Event()
+            event = event or torch.cuda.Event()
             event.record()
             self._patch_events[turn] = event
         return moved[segments.size :], moved[: segments.size].view(-1, 4)

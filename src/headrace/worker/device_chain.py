@@ -15,8 +15,9 @@ import numpy as np
 import torch
 
 from headrace.core.plan import StepPlan
-from headrace.worker.device_batch import DeviceBatchBuilder
-from headrace.worker.device_runner import DeviceRunner
+from headrace.ops.triton.step import Keep
+from headrace.worker.device_batch import DeviceBatch, DeviceBatchBuilder
+from headrace.worker.device_runner import DeviceRunner, PendingStep
 from headrace.worker.graphs import GraphKey, Graphs
 
 _FEW = 16  # rows up to which chains are padded to one size, so that few graphs serve them
@@ -43,6 +44,17 @@ class ChainKey:
         return self.first.num_tokens
 
 
+@dataclass(frozen=True)
+class Chained:
+    """What chains of K steps drew for S spans."""
+
+    tokens: np.ndarray  # int32 [S, K]  negative where there are none
+    # int32 and float32 [S, K, RANKS], where trees are drafted: the best of each position, and how likely each is to be
+    # accepted
+    ranked: tuple[np.ndarray, np.ndarray] | None = None
+    probs: np.ndarray | None = None  # float32 [S, K, V], where residual verification asks what tokens were drawn from
+
+
 class ChainRunner(DeviceRunner):
     """A DeviceRunner that runs chains too."""
 
@@ -51,16 +63,29 @@ class ChainRunner(DeviceRunner):
         *parts: Any,
         carry: Callable[[int, torch.Tensor | None], None],
         carried: torch.Tensor | None,
+        ranks: int = 0,
+        distributions: bool = False,
         **options: Any,
     ):
         """See DeviceRunner. `carry(R, last)` is called between two steps of R spans, whose last tokens have the indices
         `last` [R] (None: one token a span), to hand on what a step needs of the one before beside its tokens; it writes
-        into `carried`, where a chain's first step finds what it needs."""
+        into `carried`, where a chain's first step finds what it needs. `ranks`: best tokens of each position to be
+        told. `distributions`: after each step `probs` is what its tokens were drawn from, which no graph can hold."""
+        view, device = parts[2].view, parts[2].view.words.device
+        self._ranks, self._distributions = ranks, distributions
+        most, rows, on_gpu = options["most_drafts"], view.max_rows, device.type == "cuda"
+        self.ranked: tuple[torch.Tensor, torch.Tensor] | None = None  # of each span of the step that ran last
+        self._chain_ranked: list[torch.Tensor] = []
+        if ranks:
+            shape = (rows + 1, ranks)
+            ids, shares = (torch.zeros(shape, dtype=each, device=device) for each in (torch.int64, torch.float32))
+            self.ranked = ids, shares
+            self._chain_ranked = [each.new_zeros((most, *shape)) for each in self.ranked]
+        self.probs: torch.Tensor | None = None  # float32 [S, V], of the step that ran last
+        options["keep"] = Keep.NOISY if ranks else Keep.STAGED if distributions else Keep.NOTHING
         super().__init__(*parts, **options)
         self._carry, self._carried = carry, carried
         self._saved: torch.Tensor | None = None  # `carried`, while a chain of padding is captured
-        view, device = self._table.view, self._table.view.words.device
-        most, rows, on_gpu = options["most_drafts"], view.max_rows, device.type == "cuda"
         self._following = DeviceBatchBuilder(self._table, rows, rows, 1, rows + 1, device)
         self._chain_drawn = torch.zeros((most, rows + 1), dtype=torch.int32, device=device)
         self._landing = torch.zeros((most, rows + 1), dtype=torch.int32, pin_memory=on_gpu)
@@ -68,10 +93,9 @@ class ChainRunner(DeviceRunner):
         self.chains = Graphs(self._chain, self._idle_chain, self.launcher.enabled, on_gpu)
 
     @torch.inference_mode()
-    def chain(self, plan: StepPlan, depth: int, most: int) -> np.ndarray | None:
+    def chain(self, plan: StepPlan, depth: int, most: int) -> Chained | None:
         """Run the step of `plan`, all of whose spans yield and have up to `most` tokens as a rule, and `depth` - 1
-        steps of one token a span behind it; int32 [S, depth] of what they drew, negative where there is nothing. None,
-        and nothing is done, without a graph for it."""
+        steps of one token a span behind it. None, and nothing is done, without a graph for it."""
         count = plan.num_spans
         warm = bool(self._table.warm[plan.rows].any())
         cut = warm and bool(self._table.cut[plan.rows].any())
@@ -99,7 +123,32 @@ class ChainRunner(DeviceRunner):
         if self._landed is not None:
             self._landed.record()
             self._landed.synchronize()
-        return self._landing.numpy()[:depth, :count].T.copy()
+        drawn = self._landing.numpy()[:depth, :count].T.copy()
+        if self.ranked is None:
+            return Chained(drawn)
+        ids, shares = (each[:depth, :count].transpose(0, 1).cpu().numpy() for each in self._chain_ranked)
+        return Chained(drawn, (ids, shares))
+
+    @torch.inference_mode()
+    def guess(self, plan: StepPlan) -> Chained:
+        """Run one step whose spans end in tokens that are yet to be guessed, as drafts of which all are accepted: what
+        it drew at each of them and before the first. With `ranks` or `distributions` no graph may hold it."""
+        depths = 1 + plan.num_drafts
+        pending = self.execute(plan)
+        assert isinstance(pending, PendingStep)
+        columns = np.arange(int(depths.max()))
+        there = columns < depths[:, None]
+        tokens = np.where(there, pending.drawn()[:, columns], -1).astype(np.int32)
+
+        def placed(lines: torch.Tensor) -> np.ndarray:
+            whole = np.zeros((*there.shape, lines.shape[1]), lines.cpu().numpy().dtype)
+            whole[there] = lines.cpu().numpy()
+            return whole
+
+        assert self._logits is not None
+        ranked = tuple(map(placed, _ranked(self._logits, self._ranks))) if self._ranks else ()
+        probs = placed(self._logits.softmax(-1)) if self._distributions else None
+        return Chained(tokens, (ranked[0], ranked[1]) if ranked else None, probs)
 
     def close(self) -> None:
         """See DeviceRunner."""
@@ -116,8 +165,31 @@ class ChainRunner(DeviceRunner):
                 batch = self._following.padded_batch(key.follow)
             self._step(batch, warm, cut)
             self._chain_drawn[step, :rows].copy_(self._drawn[:rows, 0])
+            for whole, part in zip(self._chain_ranked, self.ranked, strict=True) if self.ranked is not None else ():
+                whole[step, :rows].copy_(part[:rows])
+
+    def _step(self, batch: DeviceBatch, warm: bool, cut: bool) -> torch.Tensor:
+        """See DeviceRunner."""
+        hidden = super()._step(batch, warm, cut)
+        logits, lines = self._logits, batch.lines.line_of
+        told = (self._ranks or self._distributions) and self._acceptance is None  # `guess` sees to all lines itself
+        if logits is None or not logits.shape[0] or not told:
+            return hidden
+        scores = logits.index_select(0, lines.clamp(min=0))  # a line a span: that of its first draft
+        if self.ranked is not None:
+            for buffer, part in zip(self.ranked, _ranked(scores, self._ranks), strict=True):
+                buffer[: len(part)].copy_(part)
+        if self._distributions:
+            self.probs = scores.softmax(-1)
+        return hidden
 
     def _idle_chain(self, key: ChainKey) -> None:
         self._saved = None if self._carried is None else self._carried.clone()
         self._builder.idle(key.first)
         self._following.idle(key.follow)
+
+
+def _ranked(scores: torch.Tensor, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the best tokens [L, ranks] of scores [L, V], softmax's share of each)."""
+    best, ids = scores.topk(ranks)
+    return ids, (best - scores.logsumexp(-1, keepdim=True)).exp().nan_to_num(posinf=0.0)

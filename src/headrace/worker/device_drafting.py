@@ -15,19 +15,23 @@ from headrace.models.blocks import CausalLM, Parts
 from headrace.models.registry import build_model
 from headrace.ops.xp import Array
 from headrace.quant.base import QuantScheme
+from headrace.sampling.grammar import GrammarCompiler
 from headrace.spec.base import Proposer
 from headrace.spec.combined import CombinedProposer
+from headrace.spec.draft_model import DraftModelProposer
 from headrace.spec.draft_runner import NEAR
+from headrace.worker.device_heads import DeviceStateRunner
 from headrace.worker.device_networks import (
     CATCH_UP,
     CutModel,
     DeviceDraftProposer,
     DeviceDraftRunner,
     DeviceHeadRunner,
+    DeviceParallelRunner,
     HeadModel,
     Passes,
 )
-from headrace.worker.drafting import DraftSource, build_head, combine
+from headrace.worker.drafting import DraftSource, build_head, combine, plain_sampler, state_heads
 
 
 def make_device_proposer(
@@ -38,6 +42,7 @@ def make_device_proposer(
     dtype: torch.dtype,
     device: torch.device,
     place: Callable[[np.ndarray], Array],
+    grammars: GrammarCompiler | None = None,
 ) -> CombinedProposer:
     """All of config.proposers, in that order, for the model that verifies; `place` brings an array to `device`."""
 
@@ -46,6 +51,13 @@ def make_device_proposer(
             raise ValueError("the configuration has a draft model, but none was opened")
         layout, source = draft.layout, WeightSource(draft.checkpoint, place)
         most, max_len = config.max_draft_tokens, config.max_model_len
+        if draft.states is not None:
+            heads = state_heads(source, scheme, target, draft.states)
+            source.finish()
+            sampler, residual = plain_sampler(grammars), config.verify == "residual"
+            return DraftModelProposer(
+                DeviceStateRunner(heads, device), sampler, most, target.spec.vocab_size, residual
+            )
         max_tokens = max(CATCH_UP, config.max_num_seqs * (max(NEAR, most) + 1))
         model: CutModel | HeadModel
         if draft.head is None:
@@ -59,12 +71,14 @@ def make_device_proposer(
             model = HeadModel(head, max_tokens, device)
         backend, _ = select_backend("cuda", config.dtype, model.attention_layers, layout.block_size)
         assert isinstance(backend, TritonAttention)
-        passes = Passes(model, layout, backend, config, dtype, device, max_tokens)
+        passes = Passes(model, layout, backend, config, dtype, device, max_tokens, draft.mask_token is not None)
         runner: DeviceDraftRunner | DeviceHeadRunner
         if isinstance(model, HeadModel):
             runner = DeviceHeadRunner(model, passes, layout, max_len, most)
-        else:
+        elif draft.mask_token is None:
             runner = DeviceDraftRunner(model, passes, layout, max_len)
-        return DeviceDraftProposer(runner, most)
+        else:
+            runner = DeviceParallelRunner(model, passes, layout, max_len, draft.mask_token)
+        return DeviceDraftProposer(runner, most, target.spec.vocab_size)
 
     return combine(config, make_network)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,14 +25,18 @@ from headrace.layers.attention import Attend
 from headrace.models.blocks import CausalLM
 from headrace.models.draft_heads import EagleHead
 from headrace.ops.xp import Array
+from headrace.sampling.residual import DRAFT_STREAM
 from headrace.sampling.sampler import Sampler
 from headrace.spec.base import DraftContext, Drafts
+from headrace.spec.draft_model import RANKS
 from headrace.spec.draft_runner import DraftFollower
 from headrace.spec.eagle import HeadFollower, HeadRow
+from headrace.spec.parallel_draft import check_mask_token
+from headrace.spec.tree import TokenTree, ladder_tree, packed
 from headrace.worker.device_cache import DeviceKVCache
-from headrace.worker.device_chain import ChainRunner
+from headrace.worker.device_chain import Chained, ChainRunner
 from headrace.worker.device_runner import PendingStep
-from headrace.worker.device_table import DeviceTable
+from headrace.worker.device_table import DeviceTable, Hosts
 
 CATCH_UP = 2048  # tokens of prompts that rows may catch up with in one call
 
@@ -47,6 +51,7 @@ class CutModel:
         self.spec, self.attention_layers, self.forward = model.spec, model.attention_layers, model.forward
         self.weight_bytes = model.weight_bytes
         self.inputs = None
+        self.vocab_size = min(vocab_size, model.spec.vocab_size)
         self._model, self._vocab_size = model, vocab_size
 
     def logits(self, hidden: Array) -> Array:
@@ -65,7 +70,7 @@ class HeadModel:
 
     def __init__(self, head: EagleHead, max_tokens: int, device: torch.device):
         self.head, self.spec, self.attention_layers = head, head.spec, head.attention_layers
-        self.weight_bytes = head.weight_bytes
+        self.weight_bytes, self.vocab_size = head.weight_bytes, head.spec.vocab_size
         shape = (max_tokens, head.spec.hidden_size)
         self.inputs = torch.zeros(shape, dtype=torch.float32, device=device)
         self.outputs = torch.zeros(shape, dtype=torch.float32, device=device)
@@ -86,6 +91,34 @@ class HeadModel:
         self.inputs[:count].copy_(self.outputs[:count] if last is None else self.outputs[last[:count]])
 
 
+@dataclass(frozen=True)
+class _Step:
+    """A pass of a chain, as ChainRunner left it for the spans that it had."""
+
+    pending: PendingStep
+    ranked: tuple[torch.Tensor, torch.Tensor] | None
+    probs: torch.Tensor | None
+
+
+def _gathered(steps: Sequence[_Step], num_rows: int) -> Chained:
+    """What the passes of a chain brought; fewer rows take part in later ones."""
+
+    def together(found: Sequence[np.ndarray], empty: float) -> np.ndarray:
+        whole = np.full((num_rows, len(found), *found[0].shape[1:]), empty, found[0].dtype)
+        for column, each in enumerate(found):
+            whole[: len(each), column] = each
+        return whole
+
+    def fetched(tensors: Sequence[torch.Tensor | None]) -> np.ndarray | None:
+        there = [each.cpu().numpy() for each in tensors if each is not None]
+        return together(there, 0) if len(there) == len(tensors) else None
+
+    tokens = together([step.pending.drawn()[:, 0] for step in steps], -1)
+    ids, shares = (fetched([None if s.ranked is None else s.ranked[part] for s in steps]) for part in (0, 1))
+    ranked = None if ids is None or shares is None else (ids, shares)
+    return Chained(tokens, ranked, fetched([step.probs for step in steps]))
+
+
 class Passes:
     """A network's table, cache and runner: sends its passes."""
 
@@ -98,20 +131,32 @@ class Passes:
         dtype: torch.dtype,
         device: torch.device,
         max_tokens: int,
+        parallel: bool = False,
     ):
+        """`parallel`: the model guesses all tokens of a draft in one pass."""
         most, rows = config.max_draft_tokens, config.max_num_seqs
-        self._model = model
+        residual = config.verify == "residual"
+        self._model, self._distributions = model, residual and not config.draft_tree
         self.was_usual = False  # the last chain ran as most of its kind will: as a graph that was there
         backend.reserve(layout.groups, model.spec.num_heads, rows, device, config.max_model_len)
         self.cache = DeviceKVCache(layout, dtype, device)
-        self.table = DeviceTable(rows, config.max_model_len, len(layout.groups), layout.block_size, device, hosts=False)
+        self.table = DeviceTable(
+            rows, config.max_model_len, len(layout.groups), layout.block_size, device, Hosts.NONE,
+            DRAFT_STREAM if residual else 0,
+        )  # fmt: skip
+        # residual verification accepts nodes by the model's probability: the likeliest tokens are drafted
+        self._greedy = residual and config.draft_tree > 0
+        graphs = config.graphs and not self._distributions and not (parallel and config.draft_tree)
         self._runner = ChainRunner(
-            model, self.cache, self.table, backend, Sampler([]), max_tokens, config.graphs,
-            carry=model.carry, carried=model.inputs, most_drafts=most, ring=most + 3,
+            model, self.cache, self.table, backend, Sampler([]), max_tokens, graphs, carry=model.carry,
+            carried=model.inputs, most_drafts=most, ring=most + 3, distributions=self._distributions,
+            ranks=min(RANKS, model.vocab_size) if config.draft_tree else 0, acceptance=1.0 if parallel else None,
         )  # fmt: skip
 
     def admit(self, admits: Sequence[Admit]) -> None:
         """Rows begin anew; the GPU is told at once, before they may change hands again."""
+        if self._greedy:
+            admits = [replace(admit, params=admit.params.with_(temperature=0.0)) for admit in admits]
         self.table.apply(StepPlan(0, admits=tuple(admits)))
         self._runner.flush()
 
@@ -126,9 +171,9 @@ class Passes:
         self.table.host.num_computed[rows] += lengths
         return pending
 
-    def chain(self, rows: np.ndarray, lengths: np.ndarray, depths: np.ndarray, most: int) -> np.ndarray:
+    def chain(self, rows: np.ndarray, lengths: np.ndarray, depths: np.ndarray, most: int) -> Chained:
         """A pass over each row's next tokens, up to `most` as a rule, and passes of one token until row r has drafted
-        depths[r] tokens, which fall: int32 [R, K], negative where there are none."""
+        depths[r] tokens, which fall."""
         depth = int(depths[0])
         self.was_usual = False
         if int(depths[-1]) == depth:
@@ -141,20 +186,36 @@ class Passes:
         last = None
         if int(lengths.max()) > 1:
             last = torch.from_numpy(np.cumsum(lengths) - 1).to(self.table.view.words.device, non_blocking=True)
-        sent = [self.send(rows, lengths)]
-        for column in range(1, depth):
+        steps: list[_Step] = []
+        for column in range(depth):
             going = int(np.count_nonzero(depths > column))
-            self._model.carry(going, last if column == 1 else None)
-            sent.append(self.send(rows[:going], np.ones(going, np.int32)))
-        drawn = np.full((len(rows), depth), -1, np.int32)
-        for column, pending in enumerate(sent):
-            found = pending.drawn()
-            drawn[: len(found), column] = found
-        return drawn
+            if column:
+                self._model.carry(going, last if column == 1 else None)
+            pending = self.send(rows[:going], np.ones(going, np.int32) if column else lengths)
+            ranked, probs = self._runner.ranked, self._runner.probs if self._distributions else None
+            steps.append(
+                _Step(
+                    pending,
+                    None if ranked is None else (ranked[0][:going].clone(), ranked[1][:going].clone()),
+                    None if probs is None else probs[:going],
+                )
+            )
+        return _gathered(steps, len(rows))
 
-    def _plan(self, rows: np.ndarray, lengths: np.ndarray, yields: bool) -> StepPlan:
+    def guess(self, rows: np.ndarray, lengths: np.ndarray, depths: np.ndarray) -> Chained:
+        """One pass over each row's next tokens and the depths[r] - 1 masks behind them, whose places are not kept."""
+        counts = self._runner.launcher.counts
+        replays, captures = counts.replays, counts.captures
+        chained = self._runner.guess(self._plan(rows, lengths + depths - 1, True, depths - 1))
+        self.was_usual = counts.replays > replays and counts.captures == captures
+        self.table.host.num_computed[rows] += lengths
+        return chained
+
+    def _plan(
+        self, rows: np.ndarray, lengths: np.ndarray, yields: bool, guesses: np.ndarray | int = 0
+    ) -> StepPlan:
         spans = np.zeros((4, len(rows)), np.int32)
-        spans[0], spans[1], spans[2] = rows, self.table.host.num_computed[rows], lengths
+        spans[0], spans[1], spans[2], spans[3] = rows, self.table.host.num_computed[rows], lengths, guesses
         return StepPlan(0, spans=spans, yields=np.full(len(rows), yields))
 
     def close(self) -> None:
@@ -177,8 +238,8 @@ class DeviceDraftRunner(DraftFollower):
         self.sender.admit(admits)
         self._sent.update((admit.row, len(admit.token_ids)) for admit in admits)
 
-    def chain(self, rows: np.ndarray, depths: np.ndarray) -> np.ndarray:
-        """int32 [R, K] tokens drafted, negative where there are none; `depths` [R] falls."""
+    def chain(self, rows: np.ndarray, depths: np.ndarray) -> Chained:
+        """Drafts of rows; `depths` [R] falls."""
         self._tell(rows)
         known = np.array([len(self._rows[row].request.token_ids) for row in rows.tolist()], np.int32)
         return self.sender.chain(rows, known - self._table.num_computed[rows], depths, 2)
@@ -198,6 +259,26 @@ class DeviceDraftRunner(DraftFollower):
     def _run(self, rows: np.ndarray, lengths: np.ndarray) -> None:
         self._tell(rows)
         self.sender.send(rows, lengths, yields=False)
+
+
+class DeviceParallelRunner(DeviceDraftRunner):
+    """A draft model that guesses all tokens of a draft in one pass (spec/parallel_draft.py)."""
+
+    def __init__(self, model: CutModel, passes: Passes, layout: KVLayout, max_len: int, mask_token: int):
+        """ValueError if the model has no such token."""
+        check_mask_token(mask_token, model.spec.vocab_size)
+        super().__init__(model, passes, layout, max_len)
+        self._mask_token = mask_token
+
+    def chain(self, rows: np.ndarray, depths: np.ndarray) -> Chained:
+        """See DeviceDraftRunner."""
+        self._tell(rows)
+        table = self.sender.table
+        known = np.array([len(self._rows[row].request.token_ids) for row in rows.tolist()], np.int32)
+        for row, start, depth in zip(rows.tolist(), known.tolist(), depths.tolist(), strict=True):
+            table.host.token_ids[row, start : start + depth - 1] = self._mask_token
+            table.send_tokens(row, start, start + depth - 1)
+        return self.sender.guess(rows, known - self._table.num_computed[rows], depths)
 
 
 class DeviceHeadRunner(HeadFollower):
@@ -222,9 +303,9 @@ class DeviceHeadRunner(HeadFollower):
     def begin(self, context: DraftContext, most: int) -> tuple[np.ndarray, np.ndarray]:
         """See DraftFollower."""
         self._live = None if context.features is None else context.features.values
-        return super().begin(context, most)
+        return super().begin(replace(context, nodes=0), most)  # what is drafted is a chain, with others beside it
 
-    def chain(self, rows: np.ndarray, depths: np.ndarray) -> np.ndarray:
+    def chain(self, rows: np.ndarray, depths: np.ndarray) -> Chained:
         """See DeviceDraftRunner."""
         counts = np.array([self._rows[row].num_kept for row in rows.tolist()], np.int32)
         self._feed(rows, counts)
@@ -298,8 +379,9 @@ def _taken(row: HeadRow, count: int) -> list[Any]:
 class DeviceDraftProposer:
     """A `Proposer` (spec/base.py) over a network on the GPU."""
 
-    def __init__(self, runner: DeviceDraftRunner | DeviceHeadRunner, most_drafts: int):
-        self.runner = runner
+    def __init__(self, runner: DeviceDraftRunner | DeviceHeadRunner, most_drafts: int, vocab_size: int):
+        """Drafts at most `most_drafts` at a time, of the `vocab_size` tokens of the model that verifies them."""
+        self.runner, self._vocab_size = runner, vocab_size
         self._most_drafts = most_drafts
         self.wants_features = isinstance(runner, DeviceHeadRunner)
 
@@ -336,18 +418,31 @@ class DeviceDraftProposer:
             self.runner.settle()
         return drafts
 
-    def _draft(self, context: DraftContext, chosen: np.ndarray, depths: np.ndarray) -> Drafts:
+    def _draft(self, context: DraftContext, chosen: np.ndarray, depths: np.ndarray) -> Drafts | None:
         started = time.perf_counter()
         order = np.argsort(-depths, kind="stable")  # rows that draft less are the last ones, and leave the chain early
         chosen, depths = chosen[order], depths[order]
         rows = context.rows[chosen]
-        tokens = np.maximum(self.runner.chain(rows, depths), -1)
+        chained = self.runner.chain(rows, depths)
+        tokens = np.maximum(chained.tokens, -1)
         for column in range(1, tokens.shape[1]):  # nothing follows where nothing could be drawn
             tokens[tokens[:, column - 1] < 0, column] = -1
         self.runner.end(rows, tokens)
         if self.runner.sender.was_usual:  # others would teach that drafts are slow, and never be seen again
             passes = int(depths[0])
             self.runner.passes = [DraftPass(len(rows), (time.perf_counter() - started) / passes)] * passes
+        counts = np.count_nonzero(tokens >= 0, axis=1).tolist()
+        if context.nodes and chained.ranked is not None:
+            trees = [TokenTree() for _ in context.rows]
+            for index, ids, shares, count in zip(chosen.tolist(), *chained.ranked, counts, strict=True):
+                trees[index] = ladder_tree(zip(ids[:count], shares[:count], strict=True))
+            return packed(trees, context.nodes)
         placed = np.full((len(context.rows), tokens.shape[1]), -1, np.int32)
         placed[chosen] = tokens
-        return Drafts(placed)
+        if chained.probs is None:
+            return Drafts(placed)
+        kept: list[Any] = [None] * len(context.rows)
+        for index, probs, count in zip(chosen.tolist(), chained.probs, counts, strict=True):
+            # a token that the network does not have is never drafted
+            kept[index] = np.pad(probs[:count], ((0, 0), (0, self._vocab_size - probs.shape[1])))
+        return Drafts(placed, kept)

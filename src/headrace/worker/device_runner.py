@@ -23,13 +23,15 @@ import torch
 from headrace.attention.base import LayerAttention
 from headrace.attention.triton import StepAttention, TritonAttention
 from headrace.core.plan import StageTimes, StepPlan, StepResult, TokenLogprobs
+from headrace.core.visits import MOST_RUNS
 from headrace.layers.attention import Attend
 from headrace.models.blocks import CausalLM
 from headrace.models.spec import ModelSpec
 from headrace.ops.triton.paged import HeadShape
 from headrace.ops.triton.prefill import prefill_tile
 from headrace.ops.triton.runtime import RUNTIME
-from headrace.ops.triton.step import build_inputs, draw_and_commit, patch
+from headrace.ops.triton.step import Keep, build_inputs, draw, draw_and_commit, patch
+from headrace.ops.triton.trees import commit_trees, move_paths
 from headrace.ops.xp import Array
 from headrace.sampling.logprobs import SLICE, by_span, token_logprobs
 from headrace.sampling.sampler import DAMAGED, Sampled, Sampler
@@ -39,6 +41,7 @@ from headrace.worker.device_cache import DeviceKVCache
 from headrace.worker.device_memory import StepTooLarge
 from headrace.worker.device_speculation import Speculation
 from headrace.worker.device_table import DeviceTable
+from headrace.worker.device_trees import StepTrees
 from headrace.worker.graphs import GraphKey, GraphLauncher
 
 _RING = 4  # results on their way to the host: more than there can be steps in flight
@@ -62,7 +65,8 @@ class DeviceModel(Protocol):
 class _Slot:
     """Where a step's result lands on the host."""
 
-    drawn: torch.Tensor  # int32 [max rows, 1 + most drafts], pinned; of a span with d drafts the first 1 + d count
+    # int32 [MOST_RUNS, max rows, 1 + most drafts], pinned, by run; of a span with d drafts the first 1 + d count
+    drawn: torch.Tensor
     started: torch.cuda.Event | None
     finished: torch.cuda.Event | None
 
@@ -85,10 +89,11 @@ class PendingStep:
         self.settle: Callable[[StepResult], None] | None = None  # told of the result once
 
     def drawn(self) -> np.ndarray:
-        """Wait for the step; int32 [S]: the first token that it drew for each span, negative where there is none."""
+        """Wait for the step; int32 [S, 1 + most drafts]: what it drew for each span, of one with d drafts in the first
+        1 + d, up to the first that is negative."""
         if self._slot.finished is not None:
             self._slot.finished.synchronize()
-        return self._slot.drawn.numpy()[: self._plan.num_spans, 0]
+        return self._slot.drawn.numpy()[0, : self._plan.num_spans]
 
     def result(self) -> StepResult:
         """Wait for the step and read what it drew."""
@@ -99,22 +104,23 @@ class PendingStep:
         return self._result
 
     def _read(self) -> StepResult:
-        waited, slot = 0.0, self._slot
+        waited, slot, runs = 0.0, self._slot, self._plan.num_runs
         if slot.finished is not None and slot.started is not None:
             slot.finished.synchronize()
             waited = slot.started.elapsed_time(slot.finished) / 1e3
             if self._observe is not None:
-                self._observe(self._prepare, waited)
+                self._observe(self._prepare / runs, waited / runs)
         plan = self._plan
-        drawn = slot.drawn.numpy()[: plan.num_spans]
-        first = drawn[:, 0].tolist()
-        tokens = [[token] if yields and token >= 0 else [] for token, yields in zip(first, self._yielding, strict=True)]
-        errors = {
-            index: DAMAGED
-            for index, (token, yields) in enumerate(zip(first, self._yielding, strict=True))
-            if yields and token < 0
-        }
-        for index in np.flatnonzero(plan.num_drafts * self._yielding).tolist():
+        each = slot.drawn.numpy()[:runs, : plan.num_spans, 0]  # of every run
+        drawn = slot.drawn.numpy()[0, : plan.num_spans]
+        tokens = each.T.tolist()
+        errors = {}
+        for index in np.flatnonzero((each < 0).any(axis=0) | ~self._yielding).tolist():
+            tokens[index] = []
+            if self._yielding[index]:
+                errors[index] = DAMAGED
+        drafted = np.flatnonzero(plan.num_drafts * self._yielding).tolist()
+        for index in drafted:
             told = drawn[index, : 1 + plan.num_drafts[index]].tolist()
             tokens[index] = told[: told.index(-1)] if -1 in told else told
             if index in errors:
@@ -122,7 +128,7 @@ class PendingStep:
         return StepResult(
             plan.step_id,
             tokens=tokens,
-            num_accepted=[max(0, len(each) - 1) for each in tokens],
+            num_accepted=[max(0, len(each) - 1) for each in tokens] if drafted else [0] * len(tokens),
             errors=errors,
             # what of sending it the GPU did not hide: where there is any, the host is what bounds the step
             times=StageTimes(prepare=max(0.0, self._prepare - waited), forward=waited),
@@ -154,9 +160,13 @@ class DeviceRunner:
         speculation: Speculation | None = None,
         most_drafts: int = 0,
         ring: int = _RING,
+        trees: bool = False,
+        keep: Keep = Keep.NOTHING,
+        acceptance: float | None = None,
     ):
         """`most_drafts`: of a span. Steps of spans no longer than 1 + these have graphs of their own. `ring`: more than
-        there can be steps in flight."""
+        there can be steps in flight. `trees`: drafts may be token trees. `keep` and `acceptance`: see draw_and_commit,
+        which takes both from chains of drafts alone."""
         self._model, self._cache, self._table, self._backend, self._sampler = model, cache, table, backend, sampler
         self._layers = model.attention_layers
         device = table.view.words.device
@@ -164,16 +174,18 @@ class DeviceRunner:
         layer = self._layers[0]
         tile = prefill_tile(HeadShape(layer.num_heads, layer.num_kv_heads, layer.head_dim))
         alone_from = backend.alone_from(self._layers, cache.dtype)
-        self._speculation = speculation
+        self._speculation, self._keep, self._acceptance = speculation, keep, acceptance
         self._builder = DeviceBatchBuilder(
-            table, max_rows, max_tokens, tile, alone_from, device, most_drafts=most_drafts, ring=ring
-        )
+            table, max_rows, max_tokens, tile, alone_from, device, most_drafts=most_drafts, ring=ring, trees=trees,
+            invariant=RUNTIME.invariant and speculation is not None,
+        )  # fmt: skip
         self._drawn = torch.zeros((max_rows, 1 + most_drafts), dtype=torch.int32, device=device)
+        self._paths = torch.zeros((max_rows + 1, 1 + most_drafts), dtype=torch.int32, device=device) if trees else None
         self._features: torch.Tensor | None = None  # [max tokens, F] of the step that ran last, where one asks for them
         on_gpu = device.type == "cuda"
         self._slots = [
             _Slot(
-                torch.zeros((max_rows, 1 + most_drafts), dtype=torch.int32, pin_memory=on_gpu),
+                torch.zeros((MOST_RUNS, max_rows, 1 + most_drafts), dtype=torch.int32, pin_memory=on_gpu),
                 torch.cuda.Event(enable_timing=True) if on_gpu else None,
                 torch.cuda.Event(enable_timing=True) if on_gpu else None,
             )
@@ -189,7 +201,7 @@ class DeviceRunner:
             self._features = torch.zeros((max_tokens, size), dtype=cache.dtype, device=device)
         self.launcher = GraphLauncher(
             self._padded, self._builder.idle, max_rows, max_tokens, graphs, on_gpu,
-            most_short=self._builder.max_lines if most_drafts else 0,
+            most_short=self._builder.max_lines if most_drafts else 0, trees=trees,
         )  # fmt: skip
         self.launcher.prepare()
 
@@ -204,23 +216,28 @@ class DeviceRunner:
         waits = self._speculation is not None and self._speculation.begin(plan)
         self._cache.copy_blocks(plan.block_copies)
         hosted = table.hosted[plan.rows]
+        any_hosted = bool(hosted.any())
+        assert plan.num_runs == 1 or not (any_hosted or waits), "the host sees every token of such rows"
         slot = self._slots[self._turn]
         self._turn = (self._turn + 1) % len(self._slots)
         warm = bool(table.warm[plan.rows].any())
         cut = warm and bool(table.cut[plan.rows].any())
-        could = None if hosted.any() else self._pick(plan, warm, cut)  # the graph that might serve
+        trees = self._trees(plan)
+        # the graph that might serve
+        could = None if any_hosted else self._pick(plan, warm, cut, trees is not None)
         key = could if could is not None and self.launcher.serves(could) else None
         loaded = RUNTIME.loaded
         self.flush()
-        batch = self._builder.send(plan, key)
+        batch = self._builder.send(plan, key, trees)
         if slot.started is not None:
             slot.started.record()
         hidden = None
-        if key is not None:
-            self.launcher.run(key, plan.num_tokens)
-        else:
-            hidden = self._step_or_too_large(batch, warm, cut)
-        slot.drawn[: plan.num_spans].copy_(self._drawn[: plan.num_spans], non_blocking=True)
+        for run in range(plan.num_runs):
+            if key is not None:
+                self.launcher.run(key, plan.num_tokens)
+            else:
+                hidden = self._step_or_too_large(batch, warm, cut)
+            slot.drawn[run, : plan.num_spans].copy_(self._drawn[: plan.num_spans], non_blocking=True)
         if slot.finished is not None:
             slot.finished.record()
         # a step that waited for a compiler says nothing of the others
@@ -228,9 +245,9 @@ class DeviceRunner:
         if could is not None and RUNTIME.loaded == loaded:
             observe = partial(self.launcher.observe, could, key is not None)
         pending = PendingStep(plan, slot, plan.yields & ~hosted, time.perf_counter() - started, observe)
-        if self._speculation is None:
+        if self._speculation is None and any_hosted:
             table.advance(plan)
-        if not hosted.any() and not waits:
+        if not any_hosted and not waits:
             if self._speculation is not None:
                 # features are kept: heads go on from them when drafts are wanted again
                 features = None if self._features is None else self._features[: plan.num_tokens].clone()
@@ -240,10 +257,11 @@ class DeviceRunner:
             return pending
         while self._unsettled:  # the host's table must know what came before
             self._unsettled.popleft().result()
-        drawn_here = None if hidden is None or not hosted.any() else self._draw_on_host(plan, hosted, hidden)
+        drawn_here = None if hidden is None or not any_hosted else self._draw_on_host(plan, hosted, hidden, trees)
         result = pending.result() if drawn_here is None else _merged(pending.result(), *drawn_here)
+        features = self._features if trees is None else self._keep_paths(trees, hosted, batch, result)
         if waits and self._speculation is not None:
-            result = self._speculation.finish(plan, result, self._features)
+            result = self._speculation.finish(plan, result, features)
         elif self._speculation is not None:
             self._speculation.commit(plan, result)
         else:
@@ -258,10 +276,18 @@ class DeviceRunner:
         """No step is in flight: capture a graph that repays. Whether one was, and there may be more."""
         return self.launcher.capture_idle()
 
-    def _pick(self, plan: StepPlan, warm: bool, cut: bool) -> GraphKey | None:
+    def _trees(self, plan: StepPlan) -> StepTrees | None:
+        """The drafts of a plan that are trees."""
+        host = self._table.host
+        parents = None if self._paths is None else host.tree_parents(plan)
+        return None if parents is None else StepTrees.of(plan, parents, host.token_ids, host.num_tokens)
+
+    def _pick(self, plan: StepPlan, warm: bool, cut: bool, tree: bool) -> GraphKey | None:
         """The graph that a step without hosted rows might run under."""
+        if plan.num_decodes == plan.num_spans:
+            return self.launcher.pick(plan.num_spans, plan.num_spans, warm, cut)
         if self._builder.is_short(plan):
-            return self.launcher.pick_short(plan.num_spans, plan.num_tokens, warm, cut)
+            return self.launcher.pick_short(plan.num_spans, plan.num_tokens, warm, cut, tree)
         if plan.num_drafts.any():
             return None
         return self.launcher.pick(plan.num_spans, plan.num_tokens, warm, cut)
@@ -301,6 +327,8 @@ class DeviceRunner:
         """What runs on the GPU; returns the hidden states [T, H]."""
         cache, view = self._cache, self._table.view
         build_inputs(view, batch.spans, batch.longest, cache.layout.block_size)
+        if batch.tree is not None:
+            batch.spans.positions.add_(batch.tree.shift)
         metas = [self._backend.plan(batch, g, group) for g, group in enumerate(cache.layout.groups)]
         attend = StepAttention(self._backend, cache, metas, self._layers)
         hidden = self._model.forward(batch.spans.token_ids, batch.spans.positions, attend)
@@ -308,13 +336,47 @@ class DeviceRunner:
             self._features[: hidden.shape[0]].copy_(self._features_of(hidden))
         wanted = hidden if batch.logit_index is None else hidden.index_select(0, batch.logit_index)
         self._logits = self._model.logits(wanted) if wanted.shape[0] else hidden.new_zeros((0, 1), dtype=torch.float32)
-        draw_and_commit(view, batch.spans, batch.lines, self._logits, warm, cut, self._drawn)
+        if batch.tree is None or self._paths is None:
+            draw_and_commit(
+                view, batch.spans, batch.lines, self._logits, warm, cut, self._drawn, self._keep, self._acceptance
+            )
+            return hidden
+        shift = batch.tree.shift
+        lines = replace(
+            batch.lines, shift=shift if batch.logit_index is None else shift.index_select(0, batch.logit_index)
+        )
+        draws = draw(view, batch.spans, lines, self._logits, warm, cut)
+        commit_trees(view, batch.spans, lines, draws, batch.tree, self._drawn, self._paths)
+        self._move(batch, self._paths)
         return hidden
+
+    def _move(self, batch: DeviceBatch, paths: torch.Tensor) -> None:
+        """Bring what the step wrote for accepted drafts to where they stand."""
+        for layer in range(len(self._layers)):
+            move_paths(self._cache.pages(layer), self._cache.group(layer), batch.spans, paths)
+
+    def _keep_paths(
+        self, trees: StepTrees, hosted: np.ndarray, batch: DeviceBatch, result: StepResult
+    ) -> torch.Tensor | None:
+        """Do the same for rows that the host drew for; the step's features in the order of what was accepted."""
+        paths = trees.paths(result.tokens)
+        mine = {span: path for span, path in paths.items() if hosted[span] and path}
+        if mine and self._paths is not None:
+            told = np.zeros((len(hosted), self._paths.shape[1]), np.int32)
+            for span, path in mine.items():
+                told[span, 0], told[span, 1 : 1 + len(path)] = len(path), path
+            self._move(batch, torch.from_numpy(told).to(self._paths.device))
+        order = trees.order(paths)
+        if self._features is None or order is None:
+            return self._features
+        count = len(order)
+        self._features[:count] = self._features[torch.from_numpy(order).to(self._features.device)]
+        return self._features
 
     # -- rows that the host draws for
 
     def _draw_on_host(
-        self, plan: StepPlan, hosted: np.ndarray, hidden: torch.Tensor
+        self, plan: StepPlan, hosted: np.ndarray, hidden: torch.Tensor, trees: StepTrees | None
     ) -> tuple[Sampled, dict[int, list[TokenLogprobs]]]:
         """What the CPU engine's sampler draws for the hosted rows of a step that ran unpadded, and their prompts'
         logprobs."""
@@ -330,7 +392,14 @@ class DeviceRunner:
         positions = table.num_tokens[rows] + within
         last = within == plan.num_drafts[spans]
         drafts = np.where(last, -1, table.token_ids[rows, np.where(last, 0, positions)]).astype(np.int32)
-        batch = SamplingBatch(table.sampling, rows, positions, table.token_ids)
+        tree = None
+        if trees is not None:
+            tree, depths = trees.rows(trees.query_start[spans + 1] - 1 - plan.num_drafts[spans] + within)
+            if tree is not None:
+                nodes = tree.parents > -2
+                positions = np.where(nodes, table.num_tokens[rows] + depths, positions)
+                drafts[nodes] = -1
+        batch = SamplingBatch(table.sampling, rows, positions, table.token_ids, trees=tree)
         sampled = self._sampler.sample(logits, batch, spans, plan.num_spans, drafts)
         return sampled, self._prompt_logprobs(plan, hidden)
 

@@ -21,16 +21,18 @@ from headrace.sampling.sampler import Sampled
 from headrace.spec.base import DraftContext, StepFeatures
 from headrace.spec.combined import CombinedProposer
 from headrace.worker.device_table import DeviceTable
+from headrace.worker.table import told_of
 
 
 class Speculation:
     """Keeps the host's table and asks the proposers."""
 
-    def __init__(self, table: DeviceTable, proposer: CombinedProposer, most_drafts: int):
-        """`most_drafts`: of a row in one step."""
+    def __init__(self, table: DeviceTable, proposer: CombinedProposer, most_drafts: int, nodes: int = 0):
+        """`most_drafts`: of a row in one step, one behind the other; `nodes`: of a row's tree, 0: drafts are chains."""
         self._table = table
         self.proposer = proposer
         self.most_drafts = most_drafts
+        self._nodes = nodes
 
     @property
     def wants_features(self) -> bool:
@@ -57,11 +59,12 @@ class Speculation:
         started = time.perf_counter()
         starts = self._table.host.num_computed[plan.rows].copy()
         self.commit(plan, result)
-        num_drafts, sources = self._propose(plan, starts, features)
+        num_drafts, sources, values = self._propose(plan, starts, features)
         return replace(
             result,
             num_drafts=num_drafts,
             draft_sources=sources,
+            draft_values=values,
             draft_passes=self.proposer.passes(),
             draft_seconds=self.proposer.seconds,
             dropped=self.proposer.dropped(),
@@ -107,8 +110,11 @@ class Speculation:
         query_start = np.concatenate([[0], np.cumsum(plan.lengths)])
         return StepFeatures(plan.rows, starts, query_start, self._table.host.num_computed, values)
 
-    def _propose(self, plan: StepPlan, starts: np.ndarray, values: torch.Tensor | None) -> tuple[list[int], list[int]]:
-        """Drafts for the next step: how many each span's row holds, and by which proposer."""
+    def _propose(
+        self, plan: StepPlan, starts: np.ndarray, values: torch.Tensor | None
+    ) -> tuple[list[int], list[int], dict[int, list[float]]]:
+        """Drafts for the next step: how many each span's row holds, by which proposer, and what nodes of trees
+        promise."""
         host, rows, features = self._table.host, plan.rows[plan.yields], None
         if values is not None:
             features = self._features(plan, starts, values)
@@ -120,11 +126,7 @@ class Speculation:
             sampling=host.sampling,
             features=features,
             wanted=None if plan.draft_limits is None else plan.draft_limits[:, plan.yields],
+            nodes=self._nodes,
         )
         drafts = self.proposer.propose(context)
-        counts, sources = np.zeros((2, plan.num_spans), np.int32)
-        held = host.hold_drafts(rows, drafts)
-        counts[plan.yields] = held
-        if drafts is not None and drafts.sources is not None:
-            sources[plan.yields] = drafts.sources
-        return counts.tolist(), sources.tolist()
+        return told_of(plan, drafts, host.hold_drafts(rows, drafts))

@@ -8,6 +8,9 @@ admitted with.
 
 from __future__ import annotations
 
+from array import array
+from enum import Enum
+
 import numpy as np
 import torch
 
@@ -34,33 +37,45 @@ class Patches:
     """Segments to be copied into the table, and their words."""
 
     def __init__(self) -> None:
-        self.segments: list[tuple[int, int, int, int]] = []
-        self.words: list[np.ndarray] = []
-        self.num_words = 0
+        self._segments, self._words = array("i"), array("i")
 
     def add(self, target: int, words: np.ndarray) -> None:
-        """`words` int32, to be written from `target` on."""
-        self.segments.append((target & _LOW, target >> 31, self.num_words, len(words)))
-        self.words.append(words)
-        self.num_words += len(words)
+        """`words` int32, as they are now, to be written from `target` on."""
+        self._segments.extend((target & _LOW, target >> 31, len(self._words), len(words)))
+        self._words.frombytes(words.tobytes())
 
     def take(self) -> tuple[np.ndarray, np.ndarray] | None:
         """(segments int32 [S, 4], words int32 [W]) gathered so far, which are forgotten; None: nothing."""
-        if not self.segments:
+        if not self._segments:
             return None
-        taken = np.array(self.segments, np.int32), np.concatenate(self.words)
-        self.segments, self.words, self.num_words = [], [], 0
+        taken = np.frombuffer(self._segments, np.int32).reshape(-1, 4), np.frombuffer(self._words, np.int32)
+        self._segments, self._words = array("i"), array("i")
         return taken
+
+
+class Hosts(Enum):
+    """Which rows the host draws for."""
+
+    NONE = "none"
+    ODD = "odd"  # those with options that no kernel knows
+    WARM = "warm"  # those, and all that have a temperature
 
 
 class DeviceTable:
     """Rows on the GPU (`view`) and on the host (`host`)."""
 
     def __init__(
-        self, max_rows: int, max_len: int, num_groups: int, block_size: int, device: torch.device, hosts: bool = True
+        self,
+        max_rows: int,
+        max_len: int,
+        num_groups: int,
+        block_size: int,
+        device: torch.device,
+        hosts: Hosts = Hosts.ODD,
+        stream: int = 0,
     ):
-        """Not `hosts`: tokens of all rows are drawn on the GPU, whatever their options."""
-        self._hosts = hosts
+        """`hosts`: the rows whose tokens the host draws. `stream`: of the noise of the others (see SamplingBatch)."""
+        self._hosts, self._stream = hosts, stream
         self.view = TableView.create(max_rows, max_len, block_size, num_groups, device)
         self.host = RequestTable(max_rows, max_len, num_groups, block_size)
         self.patches = Patches()
@@ -82,12 +97,13 @@ class DeviceTable:
         for row in dict.fromkeys([admit.row for admit in plan.admits] + [fork.row for fork in plan.forks]):
             self._send_row(row)
         grown: dict[tuple[int, int], tuple[int, int]] = {}
-        for new in plan.new_blocks:
-            first, last = grown.get((new.group, new.row), (new.start, 0))
-            grown[new.group, new.row] = min(first, new.start), max(last, new.start + len(new.ids))
-        for (group, row), (first, last) in grown.items():
-            target = self.view.blocks_at(group) + row * self.view.max_blocks + first
-            self.patches.add(target, self.host.block_tables[group][row, first:last].copy())
+        for row, group, start, ids in plan.new_blocks:
+            end, known = start + len(ids), grown.get((group, row))
+            grown[group, row] = (start, end) if known is None else (min(known[0], start), max(known[1], end))
+        tables, size = self.host.block_tables, self.view.max_blocks
+        at = [self.view.blocks_at(group) for group in range(len(tables))]
+        for (group, row), (first, end) in grown.items():
+            self.patches.add(at[group] + row * size + first, tables[group][row, first:end])
 
     def advance(self, plan: StepPlan) -> None:
         """The spans of rows that the host draws for are computed."""
@@ -102,13 +118,12 @@ class DeviceTable:
         host.token_ids[row, at] = token
         host.num_tokens[row] += 1
         self.send_tokens(row, at, at + 1)
-        self.patches.add(row * RECORD + KNOWN, host.num_tokens[row : row + 1].copy())
+        self.patches.add(row * RECORD + KNOWN, host.num_tokens[row : row + 1])
 
     def send_tokens(self, row: int, first: int, end: int) -> None:
         """The GPU learns tokens first .. end-1 of a row, as the host has them, with the next patches."""
         if end > first:
-            words = self.host.token_ids[row, first:end].copy()
-            self.patches.add(self.view.tokens_at + row * self.view.max_len + first, words)
+            self.patches.add(self.view.tokens_at + row * self.view.max_len + first, self.host.token_ids[row, first:end])
 
     def send_progress(self, row: int, shift: int = 0) -> None:
         """The GPU learns how many tokens of a row are known and computed, and its `shift` (ops/triton/step.py)."""
@@ -119,8 +134,9 @@ class DeviceTable:
 
     def _classify(self, admit: Admit) -> None:
         row, params, sampling = admit.row, admit.params, self.host.sampling
-        self.hosted[row] = self._hosts and bool(
-            sampling.penalised[row]
+        self.hosted[row] = self._hosts is not Hosts.NONE and bool(
+            (self._hosts is Hosts.WARM and sampling.temperature[row] > 0)
+            or sampling.penalised[row]
             or sampling.biased[row]
             or sampling.limited[row]
             or sampling.censored[row]
@@ -141,7 +157,8 @@ class DeviceTable:
         for place, column in ((TEMPERATURE, sampling.temperature), (TOP_P, sampling.top_p), (MIN_P, sampling.min_p)):
             record[place] = column[row : row + 1].view(np.int32)[0]
         record[SEED : SEED + 2] = sampling.seed[row : row + 1].view(np.int32)
-        record[CHOICE : CHOICE + 2] = sampling.choice[row : row + 1].view(np.int32)
+        choice = sampling.choice[row : row + 1] + (self._stream << 16)
+        record[CHOICE : CHOICE + 2] = choice.view(np.int32)
         self.patches.add(row * RECORD, record)
         count = int(host.num_tokens[row])
-        self.patches.add(self.view.tokens_at + row * self.view.max_len, host.token_ids[row, :count].copy())
+        self.patches.add(self.view.tokens_at + row * self.view.max_len, host.token_ids[row, :count])

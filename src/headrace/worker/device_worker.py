@@ -21,16 +21,14 @@ from headrace.models.registry import build_model
 from headrace.models.spec import ModelSpec
 from headrace.ops.triton.ahead import Ahead
 from headrace.quant.cuda import bind_cuda
-from headrace.sampling.grammar import GrammarCompiler, GrammarTokens
-from headrace.sampling.sampler import Sampler
-from headrace.sampling.stages import default_stages
+from headrace.sampling.grammar import GrammarCompiler
 from headrace.worker.device_cache import DeviceKVCache
 from headrace.worker.device_drafting import make_device_proposer
 from headrace.worker.device_memory import StepTooLarge, run_in_parts, without_drafts
 from headrace.worker.device_runner import DeviceRunner, FinishedStep, PendingStep
 from headrace.worker.device_speculation import Speculation
-from headrace.worker.device_table import DeviceTable
-from headrace.worker.drafting import DraftSource
+from headrace.worker.device_table import DeviceTable, Hosts
+from headrace.worker.drafting import DraftSource, make_sampler
 from headrace.worker.transfer import WeightTransfer
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -84,25 +82,33 @@ class DeviceWorker:
             )
             assert isinstance(backend, TritonAttention)
             self.attention_backend = backend.name
-            most_queries = 1 + config.max_draft_tokens if config.proposers else 0
+            most = (config.draft_tree or config.max_draft_tokens) if config.proposers else 0
+            most_queries = 1 + most if most else 0
             backend.reserve(
                 layout.groups, spec.num_heads, config.max_num_seqs, device, config.max_model_len, most_queries
             )
             table = DeviceTable(
-                config.max_num_seqs, config.max_model_len, len(layout.groups), layout.block_size, device
-            )
+                config.max_num_seqs, config.max_model_len, len(layout.groups), layout.block_size, device,
+                Hosts.WARM if config.verify == "residual" else Hosts.ODD,
+            )  # fmt: skip
             self._drafts, self._marks = bool(config.proposers), mark_steps()
-            self.proposer = make_device_proposer(config, self.model, scheme, draft, dtype, device, place)
+            self.proposer = make_device_proposer(
+                config, self.model, scheme, draft, dtype, device, place, grammars
+            )
             self._runner = DeviceRunner(
                 self.model,
                 DeviceKVCache(layout, dtype, device),
                 table,
                 backend,
-                Sampler(default_stages([GrammarTokens(grammars)] if grammars is not None else [])),
+                make_sampler(config, grammars),
                 config.max_num_batched_tokens,
                 graphs=config.graphs,
-                speculation=Speculation(table, self.proposer, config.max_draft_tokens) if config.proposers else None,
-                most_drafts=config.max_draft_tokens if config.proposers else 0,
+                speculation=Speculation(table, self.proposer, config.max_draft_tokens, config.draft_tree)
+                if config.proposers
+                else None,
+                most_drafts=most,
+                trees=config.draft_tree > 0,
+                acceptance=config.synthetic_acceptance,
             )
 
     @property

@@ -66,13 +66,14 @@ class DraftSource:
 
 def make_sampler(config: EngineConfig, grammars: GrammarCompiler | None) -> Sampler:
     """The verifier that the configuration names, with every logits stage there is."""
-    sampler = _plain_sampler(grammars)
+    sampler = plain_sampler(grammars)
     if config.synthetic_acceptance is not None:
         return SyntheticSampler(config.synthetic_acceptance, sampler)
     return ResidualSampler(sampler.stages) if config.verify == "residual" else sampler
 
 
-def _plain_sampler(grammars: GrammarCompiler | None) -> Sampler:
+def plain_sampler(grammars: GrammarCompiler | None) -> Sampler:
+    """What networks draw their drafts with: every logits stage there is."""
     return Sampler(default_stages([GrammarTokens(grammars)] if grammars is not None else []))
 
 
@@ -92,7 +93,7 @@ def make_proposer(
         heads_scheme = _scheme_of_heads(config, scheme, draft.spec)
         runner: DraftRunner | HeadRunner | StateRunner
         if draft.states is not None:
-            runner = StateRunner(_state_heads(source, heads_scheme, target, draft.states))
+            runner = StateRunner(state_heads(source, heads_scheme, target, draft.states))
             source.finish()
         elif draft.head is None:
             model = build_model(draft.spec, source, scheme)
@@ -110,7 +111,7 @@ def make_proposer(
             target.taps = head.taps
         return DraftModelProposer(
             runner,
-            _plain_sampler(grammars),
+            plain_sampler(grammars),
             config.max_draft_tokens,
             target.spec.vocab_size,
             residual=config.verify == "residual",
@@ -145,9 +146,10 @@ def _scheme_of_heads(config: EngineConfig, scheme: QuantScheme, spec: ModelSpec)
     return Packed(config.mode, "q8")
 
 
-def _state_heads(
+def state_heads(
     source: WeightSource, scheme: QuantScheme, target: CausalLM, kind: MedusaKind | MlpKind
 ) -> MedusaHeads | MlpSpeculator:
+    """Heads that begin at the last hidden state of `target`."""
     if isinstance(kind, MedusaKind):
         return MedusaHeads(source, scheme, target, kind)
     return MlpSpeculator(source, scheme, target, kind)

@@ -51,6 +51,7 @@ class GraphKey:
     warm: bool  # rows may have a temperature
     cut: bool  # rows may have top_k, top_p or min_p
     short: bool = False  # spans are short and may end in drafts: every token has a line of logits
+    tree: bool = False  # and some of them are token trees
 
     @property
     def decodes(self) -> bool:
@@ -189,13 +190,17 @@ class GraphLauncher(Graphs[GraphKey]):
         enabled: bool,
         capturing: bool,
         most_short: int = 0,
+        trees: bool = False,
     ):
-        """See Graphs. `most_short`: tokens of the largest step of short spans, 0 if there are none."""
+        """See Graphs. `most_short`: tokens of the largest step of short spans, 0 if there are none; `trees`: drafts may
+        be token trees."""
         super().__init__(body, idle, enabled, capturing)
         self._rows = [size for size in ROWS if size < max_rows] + [max_rows]
+        self._mixed_rows = [*self._rows[:-1], max_rows + 1]  # of mixed steps, which have one span more, for the padding
         self._tokens = [size for size in TOKENS if size < max_tokens] + [max_tokens] * (max_tokens <= TOKENS[-1])
         self._short = [size for size in SHORT if size < most_short]
         self._short += [most_short] * (0 < most_short <= SHORT[-1])
+        self._trees = trees
         self._lost: dict[GraphKey, float] = {}  # seconds, by steps that had no graph
         self._least: dict[tuple[bool, bool], dict[int, float]] = {}  # kind -> tokens -> seconds of the fastest replay
 
@@ -207,18 +212,20 @@ class GraphLauncher(Graphs[GraphKey]):
             rows = next(size for size in self._rows if size >= num_rows)
             return GraphKey(rows, rows, warm, cut)
         # a span of padding takes the tokens that are left over
-        rows = next((size for size in self._rows if size > num_rows), 0)
+        rows = next((size for size in self._mixed_rows if size > num_rows), 0)
         tokens = next((size for size in self._tokens if size >= max(num_tokens, rows + 1)), 0)
         return GraphKey(rows, tokens, warm, cut) if rows and tokens else None
 
-    def pick_short(self, num_rows: int, num_tokens: int, warm: bool, cut: bool) -> GraphKey | None:
-        """The same for a step of short spans, which may have drafts to verify."""
+    def pick_short(
+        self, num_rows: int, num_tokens: int, warm: bool, cut: bool, tree: bool = False
+    ) -> GraphKey | None:
+        """The same for a step of short spans, which may have drafts to verify, some of them a `tree`."""
         if not self.enabled:
             return None
         rows = next((size for size in self._rows if size >= num_rows), 0)
         tokens = next((size for size in self._short if size >= num_tokens), 0)
         # and one span that takes the tokens left over
-        return GraphKey(rows + 1, tokens, warm, cut, True) if rows and tokens else None
+        return GraphKey(rows + 1, tokens, warm, cut, True, tree) if rows and tokens else None
 
     @property
     def rows(self) -> list[int]:
@@ -230,11 +237,14 @@ class GraphLauncher(Graphs[GraphKey]):
         for warm, cut in ((False, False), (True, False), (True, True)):
             for tokens in self._short:
                 rows = max((size for size in self._rows if size < tokens), default=1)
-                yield GraphKey(rows + 1, tokens, warm, cut, True)
+                for tree in (False, True)[: 1 + self._trees]:
+                    yield GraphKey(rows + 1, tokens, warm, cut, True, tree)
             for tokens in self._tokens:
                 rows = next((size for size in self._rows if 1 < size < tokens), 0)
                 if rows:
                     yield GraphKey(rows, tokens, warm, cut)
+        if self._tokens and self._tokens[-1] > self._mixed_rows[-1]:  # of a full table, whose plan is cut by a kernel
+            yield GraphKey(self._mixed_rows[-1], self._tokens[-1], False, False)  # of its own size
 
     def prepare(self) -> None:
         """Capture the graphs of small greedy decode steps."""

@@ -25,7 +25,7 @@ from headrace.worker.batch import BatchBuilder, StepBatch
 from headrace.worker.kv_cache import KVCache
 from headrace.worker.launcher import EagerLauncher, Launcher
 from headrace.worker.recorded import RecordedLauncher
-from headrace.worker.table import RequestTable
+from headrace.worker.table import RequestTable, told_of
 from headrace.worker.trees import keep_paths, tree_rows
 
 
@@ -131,15 +131,7 @@ class ModelRunner:
             nodes=self._draft_nodes,
         )
         drafts = self._proposer.propose(context)
-        counts, sources = np.zeros((2, plan.num_spans), np.int32)
-        counts[plan.yields] = table.hold_drafts(rows, drafts)
-        if drafts is not None and drafts.sources is not None:
-            sources[plan.yields] = drafts.sources
-        promised: dict[int, list[float]] = {}
-        if drafts is not None and drafts.values is not None:
-            for index, span in enumerate(np.flatnonzero(plan.yields).tolist()):
-                promised[span] = drafts.values[index, : counts[span]].tolist()
-        return counts.tolist(), sources.tolist(), promised
+        return told_of(plan, drafts, table.hold_drafts(rows, drafts))
 
     def _prompt_logprobs(self, batch: StepBatch, hidden: Array) -> dict[int, list[TokenLogprobs]]:
         """By span, of the prompt tokens that follow its tokens, a slice at a time: a prompt's logits are large."""

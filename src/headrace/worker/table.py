@@ -36,8 +36,11 @@ class RequestTable:
             self.token_ids[rows, : counts.max()] = self.token_ids[sources, : counts.max()]
             self.token_ids[rows, counts - 1] = tokens
             self.num_tokens[rows], self.num_computed[rows] = counts, self.num_computed[sources]
-        for new in plan.new_blocks:
-            self.block_tables[new.group][new.row, new.start : new.start + len(new.ids)] = new.ids
+        for row, group, start, ids in plan.new_blocks:
+            if len(ids) == 1:  # a row that grows; many do in a step
+                self.block_tables[group][row, start] = ids[0]
+            else:
+                self.block_tables[group][row, start : start + len(ids)] = ids
 
     def commit(self, plan: StepPlan, sampled: Sampled) -> None:
         """Take in what the step sampled: tokens become known, rejected drafts are forgotten."""
@@ -51,6 +54,21 @@ class RequestTable:
                 going, column
             ]
             self.num_tokens[at] += 1
+
+    def tree_parents(self, plan: StepPlan) -> np.ndarray | None:
+        """int32 [T], as StepBatch has them, of the tokens of a plan; None: no span is a tree."""
+        found: np.ndarray | None = None
+        for span in plan.num_drafts.nonzero()[0].tolist():
+            parents = self.draft_parents[int(plan.rows[span])]
+            count = int(plan.num_drafts[span])
+            if parents is None or (parents[:count] == np.arange(count)).all():
+                continue
+            if found is None:
+                found = np.full(plan.num_tokens, -2, np.int32)
+                starts = np.cumsum(plan.lengths) - plan.lengths
+            first = int(starts[span])
+            found[first], found[first + 1 : first + 1 + count] = -1, parents[:count]
+        return found
 
     def hold_drafts(self, rows: np.ndarray, drafts: Drafts | None) -> np.ndarray:
         """Keep proposed tokens behind the known ones of `rows`, for a step to verify; how many of each, int32 [R]."""
@@ -68,3 +86,19 @@ class RequestTable:
             chain = parents is None or bool((parents == np.arange(len(parents))).all())
             self.draft_parents[row] = None if chain else parents
         return counts
+
+
+def told_of(
+    plan: StepPlan, drafts: Drafts | None, held: np.ndarray
+) -> tuple[list[int], list[int], dict[int, list[float]]]:
+    """What a StepResult says of the drafts for the rows of a plan that yield, of which `held` are kept: how many each
+    span's row has, by which proposer, and what nodes of trees promise."""
+    counts, sources = np.zeros((2, plan.num_spans), np.int32)
+    counts[plan.yields] = held
+    if drafts is not None and drafts.sources is not None:
+        sources[plan.yields] = drafts.sources
+    promised: dict[int, list[float]] = {}
+    if drafts is not None and drafts.values is not None:
+        for index, span in enumerate(np.flatnonzero(plan.yields).tolist()):
+            promised[span] = drafts.values[index, : counts[span]].tolist()
+    return counts.tolist(), sources.tolist(), promised

@@ -11,7 +11,7 @@ value never go through memory for the query that they came with, so nobody waits
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 
 import torch
@@ -379,6 +379,14 @@ class DecodeSpace:
             torch.empty((parts, kv_heads, _tile(shape), 2), dtype=torch.float32, device=device),
             numbers(parts, kv_heads), max_len, dtype.itemsize,
         )  # fmt: skip
+
+
+    def beside(self) -> DecodeSpace:
+        """Room for the plan of another launch of as many rows, whose results lie in the same memory: launches that
+        follow each other."""
+        plan = (self.items, self.slots, self.spans, self.counts, self.units)
+        items, slots, spans, counts, units = map(torch.zeros_like, plan)
+        return replace(self, items=items, slots=slots, spans=spans, counts=counts, units=units)
 
 
 def _tile(shape: HeadShape) -> int:

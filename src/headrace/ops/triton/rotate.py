@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from headrace.ops.triton.paged import HeadShape
-from headrace.ops.triton.runtime import kernel, launch_options, power_of_two
+from headrace.ops.triton.runtime import RUNTIME, kernel, launch_options, power_of_two
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def rotate_and_write(
     if not tokens:
         return
     heads = shape.num_heads + 2 * shape.num_kv_heads
-    group = 2 if tokens <= 64 else 8
+    group = 2 if tokens <= 64 and not RUNTIME.invariant else 8  # norms of heads add up as the group is laid out
     q_weight, k_weight, eps = (cos, cos, 0.0) if norms is None else (norms.q, norms.k, norms.eps)
     _rotate_and_write[(tokens, triton.cdiv(heads, group))](
         qkv, out, out if keys is None else keys, key_pages, value_pages, slots, cos, sin, q_weight, k_weight,

@@ -33,7 +33,7 @@ SPAN = 4  # words of a span's record: its token, its queries, where its first pa
 
 @kernel
 def _plan_items(
-    seq_lens, query_start, rows, num_rows, target, least, window, items, counts, spans, most_rows,
+    seq_lens, query_start, rows, num_rows, target, least, window, items, counts, spans, most_rows, most_queries,
     WIDTH: tl.constexpr, STEP: tl.constexpr, ITEM: tl.constexpr, SPAN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     span = tl.arange(0, WIDTH)
@@ -44,6 +44,7 @@ def _plan_items(
     length = tl.load(seq_lens + span, mask=mask, other=0)
     start = tl.load(query_start + span, mask=mask, other=0)
     queries = tl.load(query_start + span + 1, mask=mask, other=0) - start
+    mask = mask & (queries <= most_queries)  # longer ones are not this kernel's
     row = tl.load(rows + span, mask=mask, other=0)
     begin = tl.zeros((WIDTH,), tl.int32)
     if window > 0:  # the first query sees the lowest key
@@ -238,10 +239,11 @@ def target_items(shape: HeadShape) -> int:
 
 
 def plan_spans(paged: PagedRows, shape: HeadShape, window: int, space: SpanSpace) -> None:
-    """Cut the contexts of `paged` into items; once a step and layer group."""
+    """Cut the contexts of `paged` into items; once a step and layer group. Spans of more than `space.most` tokens are
+    left out."""
     _plan_items[(1,)](
         paged.seq_lens, paged.query_start, paged.rows, paged.num_rows, target_items(shape), LEAST, window,
-        space.items, space.counts, space.spans, space.spans.shape[0],
+        space.items, space.counts, space.spans, space.spans.shape[0], space.most,
         WIDTH=power_of_two(paged.rows.shape[0], 16), STEP=STEP, ITEM=ITEM, SPAN=SPAN, **launch_options(num_warps=4),
     )  # fmt: skip
 

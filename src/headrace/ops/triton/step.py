@@ -8,7 +8,9 @@ The table is one int32 array, so that whatever the host has to say in a step is 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from enum import IntEnum
 
 import torch
 import triton
@@ -75,11 +77,24 @@ def _build(
         tl.store(slots + group * slots_stride + start + index, slot, mask=mask)
 
 
+@triton.jit
+def philox(c0, c1, c2, c3, k0, k1):
+    """Philox4x32-10 of uint32 counters and keys (ops/noise.py): four words."""
+    for _ in tl.static_range(10):
+        high0, low0 = tl.umulhi(c0, 0xD2511F53), c0 * 0xD2511F53
+        high1, low1 = tl.umulhi(c2, 0xCD9E8D57), c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0 = k0 + 0x9E3779B9
+        k1 = k1 + 0xBB67AE85
+    return c0, c1, c2, c3
+
+
 @kernel
 def _chunk_best(
-    logits, values, tokens, vocab, chunk, num_chunks, table, rows, spans, line_of, bounds, thresholds,
+    logits, values, tokens, vocab, chunk, num_chunks, table, rows, spans, line_of, shift, bounds, thresholds,
     RECORD: tl.constexpr, TEMPERATURE: tl.constexpr, SEED: tl.constexpr, CHOICE: tl.constexpr, KNOWN: tl.constexpr,
-    SHIFT: tl.constexpr, WARM: tl.constexpr, DRAFTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    SHIFT: tl.constexpr, WARM: tl.constexpr, DRAFTS: tl.constexpr, TREES: tl.constexpr, KEEP: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     line, piece = tl.program_id(0), tl.program_id(1)
     if PDL:
@@ -94,6 +109,8 @@ def _chunk_best(
         position = tl.load(record + KNOWN) + tl.load(record + SHIFT)
         if DRAFTS:
             position += line - tl.load(line_of + tl.load(spans + line))
+        if TREES:
+            position += tl.load(shift + line)
     top = float("-inf")
     winner = 2147483647
     damaged = 0
@@ -107,23 +124,21 @@ def _chunk_best(
                 best = tl.load(bounds + line)
                 value = (value - best) / temperature
                 value = tl.where(value >= tl.load(thresholds + line), value, float("-inf"))
+                if KEEP == 1:
+                    tl.store(source + token, value, mask=mask)
                 seed_low = tl.load(record + SEED).to(tl.uint32, bitcast=True)
                 seed_high = tl.load(record + SEED + 1).to(tl.uint32, bitcast=True)
                 c1 = position.to(tl.uint32) + tl.zeros((BLOCK,), tl.uint32)
                 c2 = tl.load(record + CHOICE).to(tl.uint32, bitcast=True) + tl.zeros((BLOCK,), tl.uint32)
                 c0 = (token >> 2).to(tl.uint32)
                 c3 = tl.zeros((BLOCK,), tl.uint32)
-                k0, k1 = seed_low, seed_high
-                for _ in tl.static_range(10):
-                    high0, low0 = tl.umulhi(c0, 0xD2511F53), c0 * 0xD2511F53
-                    high1, low1 = tl.umulhi(c2, 0xCD9E8D57), c2 * 0xCD9E8D57
-                    c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
-                    k0 = k0 + 0x9E3779B9
-                    k1 = k1 + 0xBB67AE85
+                c0, c1, c2, c3 = philox(c0, c1, c2, c3, seed_low, seed_high)
                 lane = token & 3
                 bits = tl.where(lane < 2, tl.where(lane == 0, c0, c1), tl.where(lane == 2, c2, c3))
                 uniform = (bits >> 9).to(tl.float32) * 1.1920928955078125e-07 + 5.9604644775390625e-08
                 value += -tl.log(-tl.log(uniform))
+                if KEEP == 2:
+                    tl.store(source + token, value, mask=mask)
             here = tl.max(value, axis=0)
             first = tl.min(tl.where(value == here, token, 2147483647), axis=0)
             winner = tl.where(here > top, first, winner)
@@ -145,12 +160,35 @@ def _best_of_chunks(values, tokens, bounds, num_chunks, WIDTH: tl.constexpr, PDL
     tl.store(bounds + line, tl.max(value, axis=0))
 
 
+@triton.jit
+def winner_of(
+    line, greedy_values, greedy_tokens, warm_values, warm_tokens, num_chunks, temperature,
+    WARM: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The token that the pieces of a line of logits chose; -2 where nothing can be drawn. `temperature` points to that
+    of the line's row."""
+    index = tl.arange(0, WIDTH)
+    mask = index < num_chunks
+    place = line * num_chunks + index
+    value = tl.load(greedy_values + place, mask=mask, other=float("-inf"))
+    token = tl.load(greedy_tokens + place, mask=mask, other=2147483647)
+    damaged = tl.min(token, axis=0) < 0
+    if WARM:  # noqa: SIM102  (a constant of the kernel: what follows it may not exist)
+        if tl.load(temperature).to(tl.float32, bitcast=True) > 0.0:
+            value = tl.load(warm_values + place, mask=mask, other=float("-inf"))
+            token = tl.load(warm_tokens + place, mask=mask, other=2147483647)
+    top = tl.max(value, axis=0)
+    winner = tl.min(tl.where(value == top, token, 2147483647), axis=0)
+    return tl.where(damaged | (top == float("-inf")), -2, winner)
+
+
 @kernel
 def _commit(
     table, rows, query_start, num_rows, line_of, num_drafts, greedy_values, greedy_tokens, warm_values, warm_tokens,
-    num_chunks, tokens_at, tokens_stride, limit, drawn, drawn_stride,
+    num_chunks, tokens_at, tokens_stride, limit, drawn, drawn_stride, chance,
     RECORD: tl.constexpr, KNOWN: tl.constexpr, COMPUTED: tl.constexpr, TEMPERATURE: tl.constexpr,
-    WARM: tl.constexpr, DRAFTS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
+    SEED: tl.constexpr, CHOICE: tl.constexpr, WARM: tl.constexpr, DRAFTS: tl.constexpr, COINS: tl.constexpr,
+    WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     span = tl.program_id(0)
     if PDL:
@@ -167,31 +205,32 @@ def _commit(
         kept = length  # tokens of the span that stand
         if line >= 0:
             known = tl.load(record + KNOWN)
-            index = tl.arange(0, WIDTH)
-            mask = index < num_chunks
             count = 0
             going = 1  # every draft so far was the token drawn
             for step in tl.range(0, drafts + 1):
                 if going > 0:
-                    place = (line + step) * num_chunks + index
-                    value = tl.load(greedy_values + place, mask=mask, other=float("-inf"))
-                    token = tl.load(greedy_tokens + place, mask=mask, other=2147483647)
-                    damaged = tl.min(token, axis=0) < 0
-                    if WARM:  # noqa: SIM102  (a constant of the kernel: what follows it may not exist)
-                        if tl.load(record + TEMPERATURE).to(tl.float32, bitcast=True) > 0.0:
-                            value = tl.load(warm_values + place, mask=mask, other=float("-inf"))
-                            token = tl.load(warm_tokens + place, mask=mask, other=2147483647)
-                    top = tl.max(value, axis=0)
-                    winner = tl.min(tl.where(value == top, token, 2147483647), axis=0)
-                    winner = tl.where(damaged | (top == float("-inf")), -2, winner)
+                    winner = winner_of(
+                        line + step, greedy_values, greedy_tokens, warm_values, warm_tokens, num_chunks,
+                        record + TEMPERATURE, WARM, WIDTH,
+                    )  # fmt: skip
                     there = table + tokens_at + row * tokens_stride + tl.minimum(known + step, limit - 1)
-                    draft = tl.load(there)
+                    agreed = winner == tl.load(there)
+                    if COINS:  # see coins (sampling/residual.py)
+                        word, _, _, _ = philox(
+                            (known - known).to(tl.uint32),
+                            (known + step).to(tl.uint32),
+                            tl.load(record + CHOICE).to(tl.uint32, bitcast=True),
+                            (known - known + 1).to(tl.uint32),
+                            tl.load(record + SEED).to(tl.uint32, bitcast=True),
+                            tl.load(record + SEED + 1).to(tl.uint32, bitcast=True),
+                        )
+                        agreed = word.to(tl.int64) < chance
                     # where nothing can be drawn behind an accepted draft the span ends: the next step meets it first
                     if (winner >= 0) | (step == 0):
                         tl.store(there, tl.maximum(winner, 0))
                         tl.store(drawn + span * drawn_stride + step, winner)
                         count += 1
-                    going = ((winner >= 0) & (winner == draft)).to(tl.int32)
+                    going = ((winner >= 0) & agreed).to(tl.int32)
             if DRAFTS:  # noqa: SIM102
                 if count <= drafts:
                     tl.store(drawn + span * drawn_stride + count, -1)
@@ -273,42 +312,68 @@ class Lines:
     span_of: torch.Tensor  # int32 [L]
     line_of: torch.Tensor  # int32 [R]  the first line whose token counts; -1: the span yields no token
     num_drafts: torch.Tensor | None = None  # int32 [R]  drafts of each span, judged by its lines; None: nowhere any
+    shift: torch.Tensor | None = None  # int32 [L]  of trees: depth less place, as TreeSpans has it; None: chains only
 
 
-def draw_and_commit(
-    view: TableView, spans: StepSpans, lines: Lines, logits: torch.Tensor, warm: bool, cut: bool, drawn: torch.Tensor
-) -> None:
-    """Draw a token from every line of logits float32 [L, V], write it into the table, and every span's progress.
+@dataclass(frozen=True)
+class Draws:
+    """What was drawn from each line of logits, in pieces of the vocabulary: the best of each, and its token."""
 
-    `warm`: some row may have a temperature; `cut`: some may have top_k, top_p or min_p. `drawn` int32 [R] gets the
-    tokens; -2 where the logits are not finite. What is drawn is what sampling/sampler.py defines.
+    values: torch.Tensor  # float32 [2, L, pieces]  of greedy rows, of rows with a temperature
+    tokens: torch.Tensor  # int32 [2, L, pieces]
+    warm: bool
 
-    With drafts, which lie in the table behind a row's known tokens, a span of d drafts has 1 + d lines from its
-    `line_of` on. Its tokens are those drawn, up to the first that is not the draft there; the row's progress is set
-    back by the drafts that were refused. `drawn` is int32 [R, 1 + most drafts] then, and -1 follows a span's last token
-    where it has fewer than 1 + d.
+    @property
+    def num_chunks(self) -> int:
+        return self.values.shape[2]
+
+    @property
+    def width(self) -> int:
+        """A power of two that holds the pieces."""
+        return power_of_two(self.num_chunks, 16)
+
+
+class Keep(IntEnum):
+    """What `draw` leaves of the logits of rows with a temperature, in their place; those of others stay."""
+
+    NOTHING = 0  # to be counted upon
+    STAGED = 1  # over the temperature, -inf for tokens that top_k, top_p and min_p leave out
+    NOISY = 2  # with the noise on top, whose highest was drawn
+
+
+def draw(
+    view: TableView, spans: StepSpans, lines: Lines, logits: torch.Tensor, warm: bool, cut: bool,
+    keep: Keep = Keep.NOTHING,
+) -> Draws:  # fmt: skip
+    """Draw a token from every line of logits float32 [L, V]: what sampling/sampler.py defines.
+
+    `warm`: some row may have a temperature; `cut`: some may have top_k, top_p or min_p.
     """
     count, vocab = logits.shape
     device = logits.device
     chunk = max(_LEAST_CHUNK, power_of_two(-(-vocab // _CHUNKS)))
     num_chunks = -(-vocab // chunk)
-    width = power_of_two(num_chunks, 16)
     values = torch.empty((2, max(count, 1), num_chunks), dtype=torch.float32, device=device)
     tokens = torch.empty((2, max(count, 1), num_chunks), dtype=torch.int32, device=device)
+    draws = Draws(values, tokens, warm)
+    if not count:
+        return draws
     bounds = thresholds = values
     places = {"RECORD": RECORD, "TEMPERATURE": TEMPERATURE}
-    drafts = lines.num_drafts is not None
-    noise = {"SEED": SEED, "CHOICE": CHOICE, "KNOWN": KNOWN, "SHIFT": SHIFT, "DRAFTS": drafts}
+    noise = {"SEED": SEED, "CHOICE": CHOICE, "KNOWN": KNOWN, "SHIFT": SHIFT, "DRAFTS": lines.num_drafts is not None}
+    noise |= {"TREES": lines.shift is not None, "KEEP": int(keep)}
     grid = (count, num_chunks)
-    common = (vocab, chunk, num_chunks, view.words, spans.rows, lines.span_of, lines.line_of)
-    if count:
-        _chunk_best[grid](
-            logits, values[0], tokens[0], *common, bounds, thresholds, **places, **noise, WARM=False, BLOCK=1024,
-            **launch_options(num_warps=4),
-        )  # fmt: skip
-    if count and warm:
+    shift = lines.span_of if lines.shift is None else lines.shift
+    common = (vocab, chunk, num_chunks, view.words, spans.rows, lines.span_of, lines.line_of, shift)
+    _chunk_best[grid](
+        logits, values[0], tokens[0], *common, bounds, thresholds, **places, **noise, WARM=False, BLOCK=1024,
+        **launch_options(num_warps=4),
+    )  # fmt: skip
+    if warm:
         bounds = torch.empty(count, dtype=torch.float32, device=device)
-        _best_of_chunks[(count,)](values[0], tokens[0], bounds, num_chunks, WIDTH=width, **launch_options(num_warps=1))
+        _best_of_chunks[(count,)](
+            values[0], tokens[0], bounds, num_chunks, WIDTH=draws.width, **launch_options(num_warps=1)
+        )
         if cut:
             limits = (TOP_K, TOP_P, MIN_P)
             thresholds = find_thresholds(
@@ -320,10 +385,31 @@ def draw_and_commit(
             logits, values[1], tokens[1], *common, bounds, thresholds, **places, **noise, WARM=True, BLOCK=1024,
             **launch_options(num_warps=4),
         )  # fmt: skip
+    return draws
+
+
+def draw_and_commit(
+    view: TableView, spans: StepSpans, lines: Lines, logits: torch.Tensor, warm: bool, cut: bool, drawn: torch.Tensor,
+    keep: Keep = Keep.NOTHING, acceptance: float | None = None,
+) -> None:  # fmt: skip
+    """`draw` a token from every line of logits, write it into the table, and every span's progress.
+
+    `drawn` int32 [R] gets the tokens; -2 where the logits are not finite.
+
+    With drafts, which lie in the table behind a row's known tokens, a span of d drafts has 1 + d lines from its
+    `line_of` on. Its tokens are those drawn, up to the first that is not the draft there; the row's progress is set
+    back by the drafts that were refused. `drawn` is int32 [R, 1 + most drafts] then, and -1 follows a span's last token
+    where it has fewer than 1 + d. With `acceptance` a draft is accepted with that probability, whatever it is (see
+    SyntheticSampler): 1 draws at every position.
+    """
+    draws, drafts = draw(view, spans, lines, logits, warm, cut, keep), lines.num_drafts is not None
+    # a coin is (word + 1/2) / 2^32 of a word of 32 bits
+    chance = 0 if acceptance is None else math.ceil(acceptance * 2.0**32 - 0.5)
     _commit[(spans.rows.shape[0],)](
         view.words, spans.rows, spans.query_start, spans.num_rows, lines.line_of,
-        lines.line_of if lines.num_drafts is None else lines.num_drafts, values[0], tokens[0], values[1], tokens[1],
-        num_chunks, view.tokens_at, view.max_len, view.max_len, drawn, drawn.stride(0),
-        RECORD=RECORD, KNOWN=KNOWN, COMPUTED=COMPUTED, TEMPERATURE=TEMPERATURE, WARM=warm, DRAFTS=drafts, WIDTH=width,
+        lines.line_of if lines.num_drafts is None else lines.num_drafts, draws.values[0], draws.tokens[0],
+        draws.values[1], draws.tokens[1], draws.num_chunks, view.tokens_at, view.max_len, view.max_len, drawn,
+        drawn.stride(0), chance, RECORD=RECORD, KNOWN=KNOWN, COMPUTED=COMPUTED, TEMPERATURE=TEMPERATURE, SEED=SEED,
+        CHOICE=CHOICE, WARM=warm, DRAFTS=drafts, COINS=acceptance is not None, WIDTH=draws.width,
         **launch_options(num_warps=1),
     )  # fmt: skip
