@@ -94,7 +94,8 @@ def main() -> None:
     engine_module.make_worker = make_worker
     words = dict(word.split("=") for word in sys.argv[2:])
     options: dict[str, Any] = {
-        name: value == "True" if value in ("True", "False") else value for name, value in words.items()
+        name: value == "True" if value in ("True", "False") else int(value) if value.isdigit() else value
+        for name, value in words.items()
     }
     params = [
         SamplingParams(temperature=0, max_tokens=3, ignore_eos=True),

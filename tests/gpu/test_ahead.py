@@ -49,8 +49,15 @@ def test_an_engine_calls_what_was_foreseen(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    [["cuda_graphs=False"], ["invariant=True"], ["speculate=ngram"], ["dtype=float16"]],
-    ids=["without graphs", "invariant", "drafts", "float16"],
+    [
+        ["cuda_graphs=False"],
+        ["invariant=True"],
+        ["speculate=ngram"],
+        ["speculate=ngram", "invariant=True"],
+        ["speculate=ngram", "draft_tree=8"],
+        ["dtype=float16"],
+    ],
+    ids=["without graphs", "invariant", "drafts", "drafts of invariant ones", "trees", "float16"],
 )
 def test_so_does_one_with_options(tmp_path, options):
     model = write_tiny_llama(tmp_path / "tiny", hidden=256, inner=512, dim=64, window=20)

@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 import torch
 
+from headrace.attention.tree_masks import ancestor_masks
 from headrace.core.plan import Admit, Fork, NewBlocks, StepPlan
 from headrace.ops.triton import step
+from headrace.ops.triton.trees import TreeSpans, commit_trees, move_paths
 from headrace.sampling.params import SamplingParams
 from headrace.sampling.sampler import Sampler
-from headrace.sampling.state import SamplingBatch
+from headrace.sampling.state import SamplingBatch, TreeRows
 from headrace.worker.device_batch import DeviceBatchBuilder
 from headrace.worker.device_table import DeviceTable
 from headrace.worker.graphs import GraphKey, GraphLauncher
@@ -323,3 +325,72 @@ class TestGraphs:
 class FakeGraph:
     def replay(self):
         pass
+
+
+def test_trees_are_judged_as_the_sampler_does(table, device, random):
+    """Each node is drawn at with the noise of its depth; the walk, what it leaves in the table, and what moves."""
+    rng, rows = np.random.default_rng(3), np.array(ROWS)
+    counts = [0, 5, 7, 2, 4, 0]  # of which that of two is a chain
+    lengths = [1 + count for count in counts]
+    starts = np.cumsum([0, *lengths])
+    total = int(starts[-1])
+    span_of = np.repeat(np.arange(6, dtype=np.int32), lengths)
+    parents = np.full(total, -2, np.int32)
+    for span in (1, 2, 4):
+        first = starts[span]
+        parents[first : first + lengths[span]] = [-1, *(int(rng.integers(0, node)) for node in range(1, lengths[span]))]
+    masks, depths = ancestor_masks(parents, starts.astype(np.int32))
+    place = np.arange(total) - starts[span_of]
+    above = np.where(parents == -2, place - 1, parents)
+    positions = np.array(KNOWN)[span_of] + depths
+    logits = torch.randn(total, VOCAB, device=device, generator=torch.Generator(device).manual_seed(5)) * 3
+    batch = SamplingBatch(table.host.sampling, rows[span_of], positions, np.zeros((8, 1), np.int32))
+    would = Sampler().draw(logits.cpu().numpy().copy(), batch)[0]
+    tokens, taken = np.full(total, -1, np.int32), set()
+    for line in np.flatnonzero(place > 0).tolist():
+        span, parent = int(span_of[line]), int(starts[span_of[line]] + above[line])
+        right = int(would[parent])
+        token = right if (parent, right) not in taken and rng.random() < 0.7 else (right + line) % VOCAB
+        taken.add((parent, token))
+        tokens[line] = token
+        table.view.tokens()[ROWS[span], KNOWN[span] + int(place[line]) - 1] = token
+    linked = np.where(parents >= 0, parents + starts[span_of], parents).astype(np.int32)
+    drafts = np.where(parents == -2, np.append(tokens[1:], -1), -1).astype(np.int32)
+    trees = replace(batch, trees=TreeRows(linked, tokens))
+    want = Sampler().sample(logits.cpu().numpy().copy(), trees, span_of, 6, drafts)
+    assert max(want.counts) > 2
+
+    zeros = [0] * total
+    spans = step.StepSpans(
+        i32(ROWS, device), i32(starts.tolist(), device), i32([6], device), i32(zeros, device), i32(zeros, device),
+        i32([0] * 6, device), i32([zeros, zeros], device),
+    )  # fmt: skip
+    step.build_inputs(table.view, spans, 10, PAGE)
+    shift = i32((depths - place).tolist(), device)
+    lines = step.Lines(i32(span_of.tolist(), device), i32(starts[:-1].tolist(), device), i32(counts, device), shift)
+    tree = TreeSpans(torch.from_numpy(masks).to(device), shift, i32(above.tolist(), device))
+    drawn, paths = i32([[-9] * 10] * 8, device), i32([[-9] * 10] * 8, device)
+    before = table.view.records().cpu().numpy().copy()
+    draws = step.draw(table.view, spans, lines, logits, True, True)
+    commit_trees(table.view, spans, lines, draws, tree, drawn, paths)
+    after, told = table.view.records().cpu().numpy(), drawn.tolist()
+    cache = random(180, 2, PAGE, 8), random(180, 2, PAGE, 8)
+    old = [pages.clone() for pages in cache]
+    move_paths(cache, 1, spans, paths)
+    slots, moved = spans.slots[1].tolist(), 0
+    for span, row in enumerate(ROWS):
+        count = int(want.counts[span])
+        got = told[span][: lengths[span]]
+        got = got[: got.index(-1)] if -1 in got else got
+        assert got == want.tokens[span, :count].tolist()
+        assert table.view.tokens()[row, KNOWN[span] : KNOWN[span] + count].tolist() == got
+        for word in (step.KNOWN, step.COMPUTED):
+            assert after[row, word] - before[row, word] == count
+        own = np.flatnonzero(want.taken[starts[span] : starts[span + 1]]).tolist()[1:]
+        assert paths[span, :count].tolist() == [count - 1, *own]
+        for depth, node in enumerate(own, 1):
+            source, target = slots[starts[span] + node], slots[starts[span] + depth]
+            moved += node != depth
+            for pages, earlier in zip(cache, old, strict=True):
+                assert torch.equal(pages[target // PAGE, :, target % PAGE], earlier[source // PAGE, :, source % PAGE])
+    assert moved

@@ -138,6 +138,15 @@ def test_texts_are_those_without_drafts(models, expected, gpu_engine, branching,
 
 
 @pytest.mark.slow
+def test_trees_of_all_that_draft_as_far_as_they_pay(models, expected, gpu_engine):
+    options = {"speculate": "auto", "draft_tree": 12, "draft_model": models["other"]}
+    with LLM(models["plain"], **SMALL, **DEVICE, **options) as llm:
+        assert texts(llm.generate(PROMPTS, PARAMS)) == expected["plain"]
+        assert not llm.engine.ledger.totals.proposers_dropped
+        llm.engine.core.scheduler.check()
+
+
+@pytest.mark.slow
 def test_look_ups_in_trees(models, gpu_engine, moved):
     few = GREEDY.with_(allowed_token_ids=(70, 71, 72), max_tokens=24)
     params = [few, GREEDY, few.with_(temperature=0.8, seed=3), GREEDY.with_(temperature=0.9, seed=1)]
