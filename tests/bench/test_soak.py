@@ -21,7 +21,7 @@ spec.loader.exec_module(soak)
 @pytest.fixture
 def arguments(tmp_path):
     model = str(write_tiny_llama(tmp_path / "tiny"))
-    return argparse.Namespace(model=model, device="cpu", growth_mib=48.0, device_growth_mib=256.0)
+    return argparse.Namespace(model=model, device="cpu", growth_mib=48.0, graph_mib=2.0, device_growth_mib=256.0)
 
 
 def test_a_sound_engine_under_pressure(arguments):
@@ -43,10 +43,11 @@ def test_a_sound_engine_under_pressure(arguments):
 
 def test_what_is_wrong_is_found(arguments):
     engine = soak.make_engine(arguments, "off")
-    watch = soak.Watch(ends=soak.Counter(length=3, error=1), memory_mib=[100.0, 120.0, 149.0], device_mib=[0.0, 300.0])
+    watch = soak.Watch(ends=soak.Counter(length=3, error=1), memory_mib=[100.0, 120.0, 153.0], graphs=[7, 9])
+    watch.device_mib = [0.0, 300.0]
     soak.judge(watch, engine, arguments)
     found = "; ".join(watch.faults)
-    for words in ("ended with error", "no request was preempted", "process grew by 49", "GPU grew by 300"):
+    for words in ("ended with error", "no request was preempted", "process grew by 53 MiB, 52 are", "GPU grew by 300"):
         assert words in found
     pool = engine.core.scheduler.kv.pool
     engine.submit([1, 2, 3], SamplingParams(max_tokens=5))

@@ -9,6 +9,7 @@ from headrace import LLM, SamplingParams
 from headrace.ops.triton import decode, skinny
 from headrace.ops.triton.paged import HeadShape
 from headrace.ops.triton.runtime import INTERPRETED, RUNTIME
+from headrace.worker.device_batch import DeviceBatchBuilder
 from tiny import write_tiny_llama
 
 SMALL = {"max_model_len": 256, "max_num_batched_tokens": 256, "max_num_seqs": 8}
@@ -156,3 +157,23 @@ def test_with_drafts_as_without_bit_for_bit(tmp_path, gpu_engine, dim, speculate
     drafted = answers(model, prompts, speculate=speculate, num_draft_tokens=4, **options)
     assert [each.token_ids for each in drafted] == [each.token_ids for each in plain]
     assert [each.logprobs for each in drafted] == [each.logprobs for each in plain]
+
+
+def test_a_prompts_last_token_goes_the_way_of_prompts(tmp_path, gpu_engine, monkeypatch):
+    """Alone, beside texts that go on and behind a longer prompt: by the same kernel, so with the same bits."""
+    sent = []
+    original = DeviceBatchBuilder.send
+
+    def send(self, plan, key, trees=None):
+        batch = original(self, plan, key, trees)
+        decodes = int(batch.num_decode_rows[0])
+        sent.append((plan.lengths.tolist(), plan.starts.tolist(), decodes))
+        return batch
+
+    monkeypatch.setattr(DeviceBatchBuilder, "send", send)
+    model = write_tiny_llama(tmp_path)
+    answers(model, [[7]])
+    answers(model, [[7], [1, 2, 3], [9]])
+    firsts = [each for each in sent if 0 in each[1]]
+    assert firsts and all(decodes == 0 for _, _, decodes in firsts)
+    assert any(lengths == [1, 1, 1] and decodes == 3 for lengths, _, decodes in sent)

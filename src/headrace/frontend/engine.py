@@ -187,6 +187,11 @@ class Engine:
         return [] if report is None else list(report())
 
     @property
+    def num_graphs(self) -> int:
+        """CUDA graphs captured so far; 0 on a CPU."""
+        return getattr(self._worker, "num_graphs", 0)
+
+    @property
     def input(self) -> InputProcessor:
         """What checks prompts and makes requests of them."""
         return self._input

@@ -199,10 +199,18 @@ class DeviceBatchBuilder:
 
     def is_short(self, plan: StepPlan) -> bool:
         """All spans are as short as those that verify drafts, and some are longer than one token. Where
-        invariant: all verify, or are one token, since parts of prompts go through other kernels."""
-        if self._invariant and (plan.lengths != 1 + plan.num_drafts).any():
+        invariant: all verify, or are generated, since parts of prompts go through other kernels."""
+        if self._invariant and not self.generated(plan).all():
             return False
         return 1 < int(plan.lengths.max()) <= 1 + self._most_drafts
+
+    def generated(self, plan: StepPlan) -> np.ndarray:
+        """bool [S]: spans that decode, or verify drafts behind a token; where invariant, none that is a prompt's last
+        token, which goes through the kernel of prompts in any company."""
+        single = plan.lengths == 1 + plan.num_drafts
+        if RUNTIME.invariant:
+            single &= plan.starts >= self._table.host.sampling.prompt_len[plan.rows]
+        return single
 
     def send(self, plan: StepPlan, key: GraphKey | None, trees: StepTrees | None = None) -> DeviceBatch:
         """Bring a step to the GPU, to run padded to `key`, or as it is; `trees`: those among its spans."""
@@ -218,12 +226,11 @@ class DeviceBatchBuilder:
         starts = parts["query_start"]
         parts["rows"][:count] = rows
         np.cumsum(lengths, out=starts[1 : count + 1])
-        decodes = int(np.argmax(lengths != 1)) if (lengths != 1).any() else count
+        others = ~self.generated(plan) if RUNTIME.invariant else lengths != 1
+        decodes = int(np.argmax(others)) if others.any() else count
         short = self.is_short(plan) and not RUNTIME.invariant if key is None else key.short
         singles = 0  # leading tokens that attend by themselves
         if self._invariant and plan.num_drafts.any():
-            others = lengths != 1 + plan.num_drafts
-            decodes = int(np.argmax(others)) if others.any() else count
             singles = int(starts[decodes])
             parts["single_rows"][:singles] = np.repeat(rows[:decodes], lengths[:decodes])
         if short or trees is not None:

@@ -285,6 +285,8 @@ class DeviceRunner:
     def _pick(self, plan: StepPlan, warm: bool, cut: bool, tree: bool) -> GraphKey | None:
         """The graph that a step without hosted rows might run under."""
         if plan.num_decodes == plan.num_spans:
+            if RUNTIME.invariant and not self._builder.generated(plan).all():
+                return None
             return self.launcher.pick(plan.num_spans, plan.num_spans, warm, cut)
         if self._builder.is_short(plan):
             return self.launcher.pick_short(plan.num_spans, plan.num_tokens, warm, cut, tree)

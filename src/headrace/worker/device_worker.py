@@ -138,6 +138,11 @@ class DeviceWorker:
             plan = without_drafts(plan)
         return FinishedStep(run_in_parts(self._runner.execute, plan))
 
+    @property
+    def num_graphs(self) -> int:
+        """Captured so far, but for those of networks that draft."""
+        return self._runner.launcher.counts.captures
+
     def report(self) -> list[str]:
         """Lines for a person: how the graphs did, and what was compiled ahead."""
         lines = self._runner.launcher.counts.lines()
