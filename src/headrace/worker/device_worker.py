@@ -31,6 +31,7 @@ from headrace.worker.device_runner import DeviceRunner, FinishedStep, PendingSte
 from headrace.worker.device_speculation import Speculation
 from headrace.worker.device_table import DeviceTable
 from headrace.worker.drafting import DraftSource
+from headrace.worker.step_kernel import StepKernelChoice
 from headrace.worker.transfer import WeightTransfer
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -73,6 +74,8 @@ class DeviceWorker:
         def place(array: np.ndarray) -> torch.Tensor:
             return torch.from_numpy(np.array(array)).to(device)
 
+        # compiled, if need be, while the weights are read
+        self.step_kernel = StepKernelChoice(spec, config, layout, device)
         with torch.inference_mode(), _memory_errors_explained():
             with WeightTransfer(device) as transfer:
                 self.model = build_model(spec, WeightSource(checkpoint, place, transfer), scheme)
@@ -93,16 +96,20 @@ class DeviceWorker:
             )
             self._drafts, self._marks = bool(config.proposers), mark_steps()
             self.proposer = make_device_proposer(config, self.model, scheme, draft, dtype, device, place)
+            cache = DeviceKVCache(layout, dtype, device)
+            speculation = Speculation(table, self.proposer, config.max_draft_tokens) if config.proposers else None
+            features = speculation is not None and speculation.wants_features
             self._runner = DeviceRunner(
                 self.model,
-                DeviceKVCache(layout, dtype, device),
+                cache,
                 table,
                 backend,
                 Sampler(default_stages([GrammarTokens(grammars)] if grammars is not None else [])),
                 config.max_num_batched_tokens,
                 graphs=config.graphs,
-                speculation=Speculation(table, self.proposer, config.max_draft_tokens) if config.proposers else None,
+                speculation=speculation,
                 most_drafts=config.max_draft_tokens if config.proposers else 0,
+                step_kernel=None if features else self.step_kernel.kernel(self.model, cache),
             )
 
     @property
@@ -149,6 +156,7 @@ class DeviceWorker:
         """Let go of the model, the cache and the graphs."""
         if self._ahead is not None:
             self._ahead.stop()
+        self.step_kernel.stop()
         self._runner.close()
         self.proposer.close()
         del self._runner, self.model, self.proposer
