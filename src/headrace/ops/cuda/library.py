@@ -131,11 +131,11 @@ class _Product(ctypes.Structure):
 
 
 POINTERS = (
-    "maps", "layers", "final_gain", "embedding", "cosines", "sines", "num_rows", "token_ids", "seq_lens", "rows",
-    "block_table", "residual", "qkv", "mixed", "activated", "partial", "part_out", "part_norm", "logits", "epoch",
-    "counters", "product_tickets", "unit_tickets",
+    "maps", "layers", "embedding", "cosines", "sines", "num_rows", "token_ids", "seq_lens", "rows",
+    "block_table", "residual", "normed", "squares", "qkv", "mixed", "activated", "partial", "part_out", "part_norm",
+    "logits", "epoch", "counters", "product_tickets", "unit_tickets",
 )  # fmt: skip
-INTEGERS = ("num_layers", "capacity", "stages", "source_bytes", "table_stride", "least_keys")
+INTEGERS = ("num_layers", "capacity", "table_stride", "least_keys")
 FLOATS = ("eps", "head_eps", "scale", "embedding_scale")
 
 
@@ -175,10 +175,7 @@ class StepLibrary:
         if functions.headrace_params_bytes() != ctypes.sizeof(StepParams):
             raise BuildError(f"{path} was built from other sources")
         self.attention_bytes: int = functions.headrace_attention_bytes()
-
-    def shared_bytes(self, stages: int, source_bytes: int) -> int:
-        """Dynamic shared memory of a launch."""
-        return int(self._functions.headrace_shared_bytes(stages, source_bytes))
+        self.source_at: int = functions.headrace_source_at()  # shared memory before what is multiplied
 
     def encode(self, weight: int, rows: int, inner: int, cut: ProductCut, gated: bool) -> bytes:
         """The tensor map of the weight at address `weight`, bf16 [rows, inner], or [2 * rows, inner] if `gated`."""

@@ -9,9 +9,7 @@ from headrace.models.spec import ModelSpec
 MOST_ROWS = 8  # tokens of a step: the short side of the matrix unit
 TILE = 16  # rows of a weight in an item
 STAGE = 32768  # bytes of a stage of weights
-STAGES = 4  # more brought nothing on an H200
-SHARED = 227 << 10  # bytes of shared memory that a program may have on Hopper
-FIXED = 12 << 10  # of them, for sums, barriers and the like; headrace_shared_bytes has the exact number
+SHARED = (227 << 10) - 1024  # bytes of shared memory that a program may have on Hopper, less the kernel's own
 LEAST_KEYS = 256  # of a part of a context: cutting finer costs more in adding up than it saves
 _SLICE = 64  # inner elements that a warp takes at a time
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}

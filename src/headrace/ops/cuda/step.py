@@ -8,9 +8,9 @@ import torch
 
 from headrace.layers.mlp import GatedMLP
 from headrace.layers.norm import RMSNorm
-from headrace.models.blocks import CausalLM, DecoderLayer
+from headrace.models.blocks import CausalLM
 from headrace.ops.cuda.library import StepLibrary, StepParams
-from headrace.ops.cuda.shape import FIXED, LEAST_KEYS, MOST_ROWS, SHARED, STAGE, STAGES, ProductCut, StepShape, cut_step
+from headrace.ops.cuda.shape import LEAST_KEYS, MOST_ROWS, SHARED, ProductCut, StepShape, cut_step
 from headrace.ops.triton.runtime import num_processors
 from headrace.ops.triton.step import StepSpans
 
@@ -27,37 +27,33 @@ class WholeStep:
         shape: StepShape,
         model: CausalLM,
         pages: Callable[[int], tuple[torch.Tensor, torch.Tensor]],
-        stages: int = STAGES,
         least_keys: int = LEAST_KEYS,
     ):
         """`pages(layer)`: key and value pages [blocks, kv heads, block size, head dim]. Raises ValueError where shared
-        memory is too small for a single row. `stages`, `least_keys`: see csrc/params.cuh."""
+        memory is too small for a single row. `least_keys`: of a part of a context."""
         self._library, self._shape, self._model = library, shape, model
-        self._grid, self._stages, self._least_keys = num_processors(), stages, least_keys
+        self._grid, self._least_keys = num_processors(), least_keys
         self._cuts = self._fitting_cuts(model.spec.vocab_size)
         if not self._cuts:
             raise ValueError(f"a row of {shape.hidden} numbers does not fit in shared memory beside the weights")
         self.most_rows = max(self._cuts)  # of a step
-        self._source_bytes = {
-            capacity: max(library.attention_bytes, *(cut.source_bytes(capacity) for cut in cuts)) + 127 & ~127
-            for capacity, cuts in self._cuts.items()
-        }
         self._shared_bytes = {
-            capacity: library.shared_bytes(stages, source) for capacity, source in self._source_bytes.items()
+            capacity: library.source_at + max(library.attention_bytes, *(cut.source_bytes(capacity) for cut in cuts))
+            for capacity, cuts in self._cuts.items()
         }
         library.prepare(max(self._shared_bytes.values()))
         device = self._device = model.embedding.weight.weight.device
         rotary = next(iter(model.rotaries.values()))
         self._cosines, self._sines = rotary.tables
         self._layers = torch.tensor(
-            [self._pointers(layer, *pages(index)) for index, layer in enumerate(model.layers)],
+            [self._pointers(index, *pages(index)) for index in range(len(model.layers))],
             dtype=torch.int64, device=device,
         )  # fmt: skip
         self._maps = {capacity: self._encode(cuts) for capacity, cuts in self._cuts.items()}
         self._take_memory()
 
     def _fitting_cuts(self, vocab: int) -> dict[int, list[ProductCut]]:
-        room = SHARED - FIXED - self._stages * STAGE
+        room = SHARED - self._library.source_at
         found = {
             capacity: cut_step(self._shape, vocab, capacity, room, self._grid)
             for capacity in CAPACITIES
@@ -82,6 +78,8 @@ class WholeStep:
         units = shape.kv_heads * (max(self._grid // shape.kv_heads, MOST_ROWS) + MOST_ROWS)
         self._memory = {
             "residual": floats(MOST_ROWS, shape.hidden),
+            "normed": halves(MOST_ROWS, shape.hidden),
+            "squares": floats(MOST_ROWS, shape.hidden // 16),
             "qkv": floats(MOST_ROWS, shape.qkv_size),
             "mixed": halves(MOST_ROWS, shape.q_size),
             "activated": halves(MOST_ROWS, shape.inner),
@@ -94,13 +92,16 @@ class WholeStep:
             "unit_tickets": words(MOST_ROWS * shape.kv_heads),
         }
 
-    def _pointers(self, layer: DecoderLayer, keys: torch.Tensor, values: torch.Tensor) -> list[int]:
+    def _pointers(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> list[int]:
         """`Layer` of csrc/params.cuh."""
+        layers = self._model.layers
+        layer = layers[index]
         first, second = layer.before_attention, layer.before_mlp
-        assert isinstance(first, RMSNorm) and isinstance(second, RMSNorm)
+        behind = layers[index + 1].before_attention if index + 1 < len(layers) else self._model.norm
+        assert isinstance(first, RMSNorm) and isinstance(second, RMSNorm) and isinstance(behind, RMSNorm)
         bias = layer.attention.qkv.bias
         gains = [norm.weight for norm in layer.attention.norms] or [None, None]
-        tensors = [first.weight, second.weight, bias, *gains, keys, values]
+        tensors = [first.weight, second.weight, behind.weight, bias, *gains, keys, values]
         return [0 if each is None else each.data_ptr() for each in tensors]
 
     def _encode(self, cuts: list[ProductCut]) -> torch.Tensor:
@@ -133,7 +134,6 @@ class WholeStep:
             **self._memory,
             "maps": self._maps[capacity],
             "layers": self._layers,
-            "final_gain": model.norm.weight,
             "embedding": model.embedding.weight.weight,
             "cosines": self._cosines,
             "sines": self._sines,
@@ -149,8 +149,6 @@ class WholeStep:
             **{name: tensor.data_ptr() for name, tensor in tensors.items()},
             num_layers=len(model.layers),
             capacity=rows,
-            stages=self._stages,
-            source_bytes=self._source_bytes[capacity],
             table_stride=block_table.stride(0),
             least_keys=self._least_keys,
             eps=spec.norm_eps,

@@ -13,7 +13,7 @@ constexpr int HALVES = HEAD_DIM / 64;  // of a head, for sums of values
 constexpr int LANE_DIMS = HEAD_DIM / 32;
 constexpr int Q_STRIDE = HEAD_DIM * 2 + 64;  // bytes; no two heads in one bank
 
-// Where things lie in Workspace::source while attention runs.
+// Where things lie behind SOURCE_AT while attention runs.
 constexpr int Q_BYTES = 16 * Q_STRIDE, NEW_BYTES = HEAD_DIM * 2;
 constexpr int SCRATCH_AT = Q_BYTES + 2 * NEW_BYTES, SCRATCH_BYTES = WARPS * HEAD_DIM * 4;
 constexpr int NORM_AT = SCRATCH_AT + SCRATCH_BYTES, NORM_BYTES = WARPS * 16 * 2 * 4;
@@ -28,15 +28,28 @@ struct Cut {
   int length[MOST_ROWS];     // of each row's context, the new token included
   int first[MOST_ROWS + 1];  // part of each row, counted over all rows
 
+  // The first warp does it: each lane tries another size, and the smallest that leaves no processor a second part counts.
   __device__ __forceinline__ void make(const Params& p, int rows) {
-    int total = 0;
-    for (int row = 0; row < MOST_ROWS; row++) total += length[row] = row < rows ? p.seq_lens[row] : 0;
-    // rounding up gives each row but the first one part more than its share
-    const int places = max((int)gridDim.x / KV_HEADS - (rows - 1), (rows + 1) / 2);
-    keys = max((total + places - 1) / places, p.least_keys);
-    keys = (keys + KEYS - 1) / KEYS * KEYS;
+    const int lane = threadIdx.x;
+    int total = 0, longest = 0;
+    for (int row = 0; row < rows; row++) {
+      const int keys_of_row = p.seq_lens[row];
+      if (lane == 0) length[row] = keys_of_row;
+      total += keys_of_row, longest = max(longest, keys_of_row);
+    }
+    const int places = max((int)gridDim.x / KV_HEADS, rows);
+    const int least = max((total + places - 1) / places, p.least_keys);
+    int size = least + (int)((long long)max(longest - least, 0) * lane * lane / (31 * 31));
+    size = (size + KEYS - 1) / KEYS * KEYS;
+    int parts = 0;
+    for (int row = 0; row < rows; row++) parts += (p.seq_lens[row] + size - 1) / size;
+    const unsigned fits = __ballot_sync(~0u, parts <= places);  // the last lane's does: a part a row
+    size = __shfl_sync(~0u, size, __ffs(fits) - 1);
+    if (lane != 0) return;
+    keys = size;
     first[0] = 0;
-    for (int row = 0; row < MOST_ROWS; row++) first[row + 1] = first[row] + (length[row] + keys - 1) / keys;
+    for (int row = 0; row < MOST_ROWS; row++)
+      first[row + 1] = first[row] + (row < rows ? (length[row] + size - 1) / size : 0);
   }
 };
 
@@ -108,12 +121,26 @@ __device__ __forceinline__ void add_newest_value(uint32_t stored, int newest, in
       for (int h = 0; h < HALVES; h++) tile.value[i][h] = load_shared(stored + 128 * h + 16 * g);
 }
 
+// By what a lane's dimensions, 32 i + lane, of a head are turned.
+struct Rotation {
+  float cosine[LANE_DIMS], sine[LANE_DIMS];
+
+  __device__ __forceinline__ Rotation(const Params& p, int position) {
+#pragma unroll
+    for (int i = 0; i < LANE_DIMS; i++) {
+      const int at = 32 * i + (tid() & 31), pair = at < HALF ? at : at - HALF;
+      cosine[i] = at < 2 * HALF ? __ldg(p.cosines + (size_t)position * HALF + pair) : 1.f;
+      sine[i] = at < 2 * HALF ? __ldg(p.sines + (size_t)position * HALF + pair) : 0.f;
+    }
+  }
+};
+
 // One head of the projection, normed and turned if `gain` and `turned` say so, as bf16 into shared memory and, if there
 // is a place for it, into the cache. A warp does it.
 __device__ __forceinline__ void prepare_head(
-    const Params& p, const float* source, const float* gain, bool turned, int position, float* scratch, bf16* stored,
-    bf16* cached) {
-  const int lane = threadIdx.x & 31;
+    const Params& p, const float* source, const float* gain, bool turned, const Rotation& rotation, float* scratch,
+    bf16* stored, bf16* cached) {
+  const int lane = tid() & 31;
   float value[LANE_DIMS];
 #pragma unroll
   for (int i = 0; i < LANE_DIMS; i++) value[i] = __ldcg(source + 32 * i + lane);
@@ -137,11 +164,8 @@ __device__ __forceinline__ void prepare_head(
   for (int i = 0; i < LANE_DIMS; i++) {
     const int at = 32 * i + lane;
     if (turned && at < 2 * HALF) {
-      const int pair = at < HALF ? at : at - HALF;
-      const float cosine = __ldg(p.cosines + (size_t)position * HALF + pair);
-      const float sine = __ldg(p.sines + (size_t)position * HALF + pair);
       const float other = at < HALF ? -scratch[at + HALF] : scratch[at - HALF];
-      value[i] = value[i] * cosine + other * sine;
+      value[i] = value[i] * rotation.cosine[i] + other * rotation.sine[i];
     }
     const bf16 rounded = __float2bfloat16(value[i]);
     stored[at] = rounded;
@@ -170,7 +194,7 @@ struct Running {
 
   // Scores of a tile's keys become weights, two a word: keys 2 t and on, 2 t + 8 and on. Sums so far are faded.
   __device__ __forceinline__ void weigh(float (*score)[4], int from, int end, float scale, uint32_t (*weights)[2]) {
-    const int t = threadIdx.x & 3;
+    const int t = tid() & 3;
 #pragma unroll
     for (int mate = 0; mate < MATES; mate++) {
       float value[4];
@@ -223,7 +247,7 @@ struct Running {
 
   // Into the warp's part of shared memory: best and norm [16, 2], sums [SHARING, HEAD_DIM].
   __device__ __forceinline__ void leave(float* norms, float* out) {
-    const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+    const int lane = tid() & 31, g = lane >> 2, t = lane & 3;
 #pragma unroll
     for (int mate = 0; mate < MATES; mate++) {
       float whole = norm[mate];
@@ -270,9 +294,8 @@ struct Merge {
 
 // One part of a row's context for one key head and the query heads that share it.
 __device__ __forceinline__ void attend_unit(
-    const Params& p, const Layer& layer, const Cut& cut, int unit, const uint32_t* ready, const Epoch& epoch,
-    Workspace& s) {
-  const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, t = lane & 3;
+    const Params& p, const Layer& layer, const Cut& cut, int unit, const uint32_t* ready, const Epoch& epoch) {
+  const int thread = tid(), warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
   const int part = unit / KV_HEADS, kv_head = unit % KV_HEADS;
   int row = 0, length = cut.length[0], row_first = 0, row_end = cut.first[1];
 #pragma unroll
@@ -290,22 +313,23 @@ __device__ __forceinline__ void attend_unit(
   int from = begin + warp * KEYS;
   context.load_keys(from, lane, tile);
   context.load_values(from, lane, tile);
+  const Rotation rotation(p, newest);
   if (ready != nullptr) epoch.wait(ready);
 
-  const uint32_t base = shared_address(s.source), key_at = base + Q_BYTES, value_at = key_at + NEW_BYTES;
-  bf16* stored = reinterpret_cast<bf16*>(s.source);
-  float* scratch = reinterpret_cast<float*>(s.source + SCRATCH_AT) + warp * HEAD_DIM;
+  const uint32_t base = shared_address(shared + SOURCE_AT), key_at = base + Q_BYTES, value_at = key_at + NEW_BYTES;
+  bf16* stored = reinterpret_cast<bf16*>(shared + SOURCE_AT);
+  float* scratch = reinterpret_cast<float*>(shared + SOURCE_AT + SCRATCH_AT) + warp * HEAD_DIM;
   const float* projected = p.qkv + (size_t)row * QKV_SIZE;
   for (int job = warp; job < SHARING + 2 * has_newest; job += WARPS) {
     if (job < SHARING) {
-      prepare_head(p, projected + (kv_head * SHARING + job) * HEAD_DIM, layer.q_gain, true, newest, scratch,
+      prepare_head(p, projected + (kv_head * SHARING + job) * HEAD_DIM, layer.q_gain, true, rotation, scratch,
                    stored + job * (Q_STRIDE / 2), nullptr);
       continue;
     }
     const bool is_key = job == SHARING;
     bf16* home = const_cast<bf16*>(is_key ? context.keys : context.values) + context.place(newest);
     prepare_head(p, projected + Q_SIZE + (is_key ? 0 : KV_SIZE) + kv_head * HEAD_DIM, is_key ? layer.k_gain : nullptr,
-                 is_key, newest, scratch, stored + Q_BYTES / 2 + (is_key ? 0 : NEW_BYTES / 2), home);
+                 is_key, rotation, scratch, stored + Q_BYTES / 2 + (is_key ? 0 : NEW_BYTES / 2), home);
   }
   sync_consumers();
 
@@ -338,8 +362,8 @@ __device__ __forceinline__ void attend_unit(
     running.add(weights, tile);
     context.load_values(next, lane, tile);
   }
-  float* norms = reinterpret_cast<float*>(s.source + NORM_AT);
-  float* sums = reinterpret_cast<float*>(s.source + SUMS_AT);
+  float* norms = reinterpret_cast<float*>(shared + SOURCE_AT + NORM_AT);
+  float* sums = reinterpret_cast<float*>(shared + SOURCE_AT + SUMS_AT);
   running.leave(norms + warp * 32, sums + warp * SHARING * HEAD_DIM);
   sync_consumers();
 
@@ -347,7 +371,7 @@ __device__ __forceinline__ void attend_unit(
   const int used = min(tiles, WARPS);
   float* unit_out = p.part_out + (size_t)unit * SHARING * HEAD_DIM;
   float* unit_norm = p.part_norm + (size_t)unit * SHARING * 2;
-  for (int at = tid; at < SHARING * HEAD_DIM; at += CONSUMERS) {
+  for (int at = thread; at < SHARING * HEAD_DIM; at += CONSUMERS) {
     Merge merge;
     merge.run<false>(norms, 32, sums, SHARING * HEAD_DIM, used, at / HEAD_DIM, at);
     if (parts == 1) {
@@ -357,9 +381,9 @@ __device__ __forceinline__ void attend_unit(
     unit_out[at] = merge.sum;
     if (at % HEAD_DIM == 0) unit_norm[at / HEAD_DIM * 2] = merge.best, unit_norm[at / HEAD_DIM * 2 + 1] = merge.norm;
   }
-  if (parts == 1 || !last_of(p.unit_tickets + row * KV_HEADS + kv_head, parts, s.flag)) return;
+  if (parts == 1 || !last_of(p.unit_tickets + row * KV_HEADS + kv_head, parts)) return;
   const size_t unit_first = (size_t)row_first * KV_HEADS + kv_head;
-  for (int at = tid; at < SHARING * HEAD_DIM; at += CONSUMERS) {
+  for (int at = thread; at < SHARING * HEAD_DIM; at += CONSUMERS) {
     Merge merge;
     merge.run<true>(p.part_norm + unit_first * SHARING * 2, KV_HEADS * SHARING * 2,
                     p.part_out + unit_first * SHARING * HEAD_DIM, KV_HEADS * SHARING * HEAD_DIM, parts, at / HEAD_DIM,
@@ -370,12 +394,12 @@ __device__ __forceinline__ void attend_unit(
 
 // All of this CTA's parts.
 __device__ __forceinline__ void attend(
-    const Params& p, const Layer& layer, const Cut& cut, const uint32_t* ready, const Epoch& epoch, Workspace& s) {
+    const Params& p, const Layer& layer, const Cut& cut, const uint32_t* ready, const Epoch& epoch) {
   const int units = cut.first[MOST_ROWS] * KV_HEADS;
   bool first = true;
   for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
     if (!first) sync_consumers();  // shared memory of the part before has been read
-    attend_unit(p, layer, cut, unit, first ? ready : nullptr, epoch, s);
+    attend_unit(p, layer, cut, unit, first ? ready : nullptr, epoch);
     first = false;
   }
 }

@@ -12,6 +12,8 @@ constexpr int MOST_ROWS = 8;   // tokens: the short side of a matrix product
 constexpr int TILE = 16;       // weight rows of an item: the long side
 constexpr int SLICE = 64;      // inner elements that a warp takes at a time
 constexpr int STAGE = 32768;   // bytes of a stage of weights
+constexpr int STAGES = 4;      // more brought nothing on an H200
+constexpr int TILES_OF_HIDDEN = HIDDEN / TILE;
 constexpr int SHARING = HEADS / KV_HEADS;  // query heads of a key head
 constexpr int Q_SIZE = HEADS * HEAD_DIM, KV_SIZE = KV_HEADS * HEAD_DIM;
 constexpr int QKV_SIZE = Q_SIZE + 2 * KV_SIZE;
@@ -27,7 +29,7 @@ struct Product {
 };
 
 struct Layer {
-  const float *attention_gain, *mlp_gain;  // [HIDDEN]
+  const float *attention_gain, *mlp_gain, *next_gain;  // [HIDDEN]  the last: of the norm behind the layer
   const float *qkv_bias;                   // [QKV_SIZE], with BIAS
   const float *q_gain, *k_gain;            // [HEAD_DIM], with QK_NORM
   bf16 *keys, *values;                     // [blocks, KV_HEADS, PAGE, HEAD_DIM]
@@ -38,13 +40,14 @@ enum { QKV, OUT, GATE_UP, DOWN, HEAD, NUM_PRODUCTS };
 struct Params {
   const CUtensorMap* maps;    // of each layer QKV, OUT, GATE_UP, DOWN; then HEAD
   const Layer* layers;
-  const float* final_gain;    // [HIDDEN]
   const bf16* embedding;      // [vocab, HIDDEN]
   const float *cosines, *sines;  // [positions, HALF]
   const int *num_rows;        // [1]  rows that are not padding
   const int *token_ids, *seq_lens, *rows;  // [capacity]
   const int *block_table;     // [max rows, table_stride]
   float *residual;            // [MOST_ROWS, HIDDEN]
+  bf16 *normed;               // [MOST_ROWS, HIDDEN]  times the next norm's gain, not yet divided by the root
+  float *squares;             // [MOST_ROWS, TILES_OF_HIDDEN]  of each tile of a token's residual stream, summed
   float *qkv;                 // [MOST_ROWS, QKV_SIZE]
   bf16 *mixed;                // [MOST_ROWS, Q_SIZE]  what attention gives
   bf16 *activated;            // [MOST_ROWS, INNER]
@@ -53,7 +56,7 @@ struct Params {
   float *logits;              // [capacity, vocab]
   uint32_t *epoch, *counters, *product_tickets, *unit_tickets;
   Product products[NUM_PRODUCTS];
-  int num_layers, capacity, stages, source_bytes, table_stride, least_keys;
+  int num_layers, capacity, table_stride, least_keys;
   float eps, head_eps, scale, embedding_scale;
 };
 

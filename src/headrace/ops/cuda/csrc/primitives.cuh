@@ -31,6 +31,13 @@ struct Patience {
 #endif
 };
 
+// The thread's number, read anew: what is derived from it is not worth a register for a whole step, as the compiler thinks.
+__device__ __forceinline__ int tid() {
+  int number;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(number));
+  return number;
+}
+
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return (uint32_t)__cvta_generic_to_shared(pointer);
 }
@@ -141,21 +148,6 @@ struct Epoch {
 __device__ __forceinline__ void arrive(uint32_t* counter) {
   sync_consumers();
   if (threadIdx.x == 0) asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
-}
-
-// Whether this CTA is the last of `arrivals` that come for a ticket, which is then as good as new; all consumers call
-// it and get the same answer. The last one sees what the others wrote. `flag` is a word of shared memory.
-__device__ __forceinline__ bool last_of(uint32_t* ticket, int arrivals, int* flag) {
-  sync_consumers();
-  if (threadIdx.x == 0) {
-    uint32_t before;
-    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(ticket) : "memory");
-    const bool last = (int)before == arrivals - 1;
-    if (last) *ticket = 0;
-    *flag = last;
-  }
-  sync_consumers();
-  return *flag != 0;
 }
 
 }  // namespace

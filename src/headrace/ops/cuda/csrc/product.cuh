@@ -6,25 +6,45 @@
 
 namespace {
 
-constexpr int RED = TILE * MOST_ROWS + 32;  // floats of a warp's part of a tile, 20 words a token
-constexpr int RED_TOKEN = 20;
+constexpr int RED_TOKEN = 20;  // words of a token in a warp's part of a tile: no two rows in one bank
+constexpr int RED = RED_TOKEN * MOST_ROWS;
 
-// The ring of stages, from the side of whoever holds it.
+// Shared memory: the ring of weights; then, of what computes, sums of warps (two, in turn), a factor for each token, a
+// flag, barriers; then what weights are multiplied with, bf16 [tokens, span + 32], which attention has in turn.
+extern __shared__ __align__(1024) unsigned char shared[];
+constexpr int RED_AT = STAGES * STAGE;
+constexpr int FACTORS_AT = RED_AT + 2 * WARPS * RED * 4;
+constexpr int FLAG_AT = FACTORS_AT + MOST_ROWS * 4;
+constexpr int FULL_AT = FLAG_AT + 16;
+constexpr int EMPTY_AT = FULL_AT + STAGES * 8;
+constexpr int SOURCE_AT = (EMPTY_AT + STAGES * 8 + 127) / 128 * 128;
+
+// A place in the ring, from the side of whoever fills or empties it.
 struct Ring {
-  uint32_t memory, full, empty;  // addresses in shared memory
-  int stages, slot;
-  uint32_t parity;
+  uint32_t count;  // of stages so far
 
-  __device__ __forceinline__ uint32_t stage() const { return memory + slot * STAGE; }
-  __device__ __forceinline__ uint32_t filled() const { return full + slot * 8; }
-  __device__ __forceinline__ uint32_t emptied() const { return empty + slot * 8; }
-  __device__ __forceinline__ void next() {
-    if (++slot == stages) {
-      slot = 0;
-      parity ^= 1;
-    }
-  }
+  __device__ __forceinline__ uint32_t slot() const { return count % STAGES; }
+  __device__ __forceinline__ uint32_t parity() const { return count / STAGES & 1; }
+  __device__ __forceinline__ uint32_t stage() const { return shared_address(shared) + slot() * STAGE; }
+  __device__ __forceinline__ uint32_t filled() const { return shared_address(shared + FULL_AT) + slot() * 8; }
+  __device__ __forceinline__ uint32_t emptied() const { return shared_address(shared + EMPTY_AT) + slot() * 8; }
 };
+
+// Whether this CTA is the last of `arrivals` that come for a ticket, which is then as good as new; all consumers call
+// it and get the same answer. The last one sees what the others wrote.
+__device__ __forceinline__ bool last_of(uint32_t* ticket, int arrivals) {
+  volatile int* flag = reinterpret_cast<int*>(shared + FLAG_AT);
+  sync_consumers();
+  if (threadIdx.x == 0) {
+    uint32_t before;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(ticket) : "memory");
+    const bool last = (int)before == arrivals - 1;
+    if (last) *ticket = 0;
+    *flag = last;
+  }
+  sync_consumers();
+  return *flag != 0;
+}
 
 // Items go round the CTAs, each product's from where the one before ended, so that nobody has the larger share twice.
 struct Turn {
@@ -41,7 +61,7 @@ struct Turn {
 // CTAs begin at different chunks, so that they do not ask one channel of the memory all at once.
 __device__ __forceinline__ int first_chunk(const Product& w) { return blockIdx.x % w.chunks; }
 
-// The streaming warp's side: one thread.
+// The streaming warp's side: one thread. A gated product's tile is half as many rows of each half.
 __device__ __forceinline__ void stream(
     const Product& w, const CUtensorMap* map, int tile_rows, Turn& turn, Ring& ring, uint64_t policy) {
   const int items = w.tiles * w.splits, bytes = TILE * w.chunk * 2;
@@ -49,122 +69,82 @@ __device__ __forceinline__ void stream(
     const int tile = item / w.splits, split = item % w.splits;
     int chunk = first_chunk(w);
     for (int i = 0; i < w.chunks; i++) {
-      barrier_wait(ring.emptied(), ring.parity);
+      barrier_wait(ring.emptied(), ring.parity() ^ 1);  // at first every stage is empty
       barrier_expect(ring.filled(), bytes);
       copy_tile(ring.stage(), map, (split * w.span + chunk * w.chunk) / w.box, tile * tile_rows, ring.filled(), policy);
       if (++chunk == w.chunks) chunk = 0;
-      ring.next();
+      ring.count++;
     }
   }
 }
 
-// Shared memory beside the ring.
-struct Workspace {
-  unsigned char* source;  // what weights are multiplied with, bf16 [tokens, span + 32]; attention has it in turn
-  float* red;             // [2, WARPS, RED]
-  float* squares;         // [MOST_ROWS, WARPS]
-  int* flag;
-  int turn;               // of `red`
-  int rows;               // tokens of this step
+// What a CTA knows while it computes.
+struct State {
+  int rows;  // tokens of this step
+  int turn;  // of the sums of warps
+  Ring ring;
 };
 
 __device__ __forceinline__ int source_stride(int span) { return span * 2 + 64; }  // bytes; no two rows in one bank
 
-// bf16 [tokens, span] of x [tokens, stride] into shared memory.
-__device__ __forceinline__ void load_source(const bf16* x, int stride, int span, const Workspace& s) {
-  const uint32_t target = shared_address(s.source);
+__device__ __forceinline__ float* factors() { return reinterpret_cast<float*>(shared + FACTORS_AT); }
+
+// bf16 [tokens, span] of x [tokens, stride] into shared memory, and of what was normed the factor of each token:
+// 1 / root of the mean square, whose parts are squares [tokens, TILES_OF_HIDDEN].
+__device__ __forceinline__ void load_source(
+    const bf16* x, int stride, int span, const float* squares, float eps, const State& s) {
+  const int warp = tid() >> 5, lane = tid() & 31;
+  constexpr int PARTS = (TILES_OF_HIDDEN + 31) / 32;
+  float square[PARTS];
+  const bool sums = squares != nullptr && warp < s.rows;
+  if (sums)
+#pragma unroll
+    for (int i = 0; i < PARTS; i++)
+      square[i] = 32 * i + lane < TILES_OF_HIDDEN ? __ldcg(squares + warp * TILES_OF_HIDDEN + 32 * i + lane) : 0.f;
+  const uint32_t target = shared_address(shared + SOURCE_AT);
   const int pieces = span / 8, all = s.rows * pieces;
-  constexpr int DEPTH = 4;  // loads in flight
-  for (int at = threadIdx.x; at < all; at += CONSUMERS * DEPTH) {
+  constexpr int DEPTH = 8;  // loads in flight
+  int row = tid() / pieces, column = tid() % pieces;
+  for (int at = tid(); at < all; at += CONSUMERS * DEPTH) {
     uint4 value[DEPTH];
+    uint32_t home[DEPTH];
 #pragma unroll
     for (int i = 0; i < DEPTH; i++) {
-      const int piece = at + i * CONSUMERS, row = piece / pieces;
-      value[i] = piece < all ? __ldcg(reinterpret_cast<const uint4*>(x + (size_t)row * stride) + piece % pieces)
-                             : make_uint4(0, 0, 0, 0);
+      const bool there = at + i * CONSUMERS < all;
+      value[i] = there ? __ldcg(reinterpret_cast<const uint4*>(x + (size_t)row * stride) + column)
+                       : make_uint4(0, 0, 0, 0);
+      home[i] = target + row * source_stride(span) + column * 16;
+      for (column += CONSUMERS; column >= pieces; column -= pieces) row++;
     }
 #pragma unroll
-    for (int i = 0; i < DEPTH; i++) {
-      const int piece = at + i * CONSUMERS, row = piece / pieces;
-      if (piece < all) store_shared(target + row * source_stride(span) + piece % pieces * 16, value[i]);
-    }
+    for (int i = 0; i < DEPTH; i++)
+      if (at + i * CONSUMERS < all) store_shared(home[i], value[i]);
+  }
+  if (sums) {
+    float sum = 0.f;
+#pragma unroll
+    for (int i = 0; i < PARTS; i++) sum += square[i];
+#pragma unroll
+    for (int step = 16; step; step >>= 1) sum += __shfl_xor_sync(~0u, sum, step);
+    if (lane == 0) factors()[warp] = rsqrtf(sum / HIDDEN + eps);
   }
   sync_consumers();
-}
-
-constexpr int NORM_PARTS = (HIDDEN + CONSUMERS * 4 - 1) / (CONSUMERS * 4);
-
-struct Gain {
-  float4 part[NORM_PARTS];
-
-  __device__ __forceinline__ explicit Gain(const float* gain) {
-#pragma unroll
-    for (int i = 0; i < NORM_PARTS; i++) {
-      const int at = (i * CONSUMERS + threadIdx.x) * 4;
-      part[i] = at < HIDDEN ? __ldg(reinterpret_cast<const float4*>(gain + at)) : make_float4(0.f, 0.f, 0.f, 0.f);
-    }
-  }
-};
-
-// The residual stream times the norm's gain into shared memory, and the sums of squares, by which results are divided.
-__device__ __forceinline__ void load_normed(const float* residual, const Gain& gain, const Workspace& s) {
-  const uint32_t target = shared_address(s.source);
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  constexpr int DEPTH = NORM_PARTS <= 2 ? 4 : 2;  // rows whose loads are in flight
-  for (int first = 0; first < s.rows; first += DEPTH) {
-    float4 value[DEPTH][NORM_PARTS];
-#pragma unroll
-    for (int r = 0; r < DEPTH; r++)
-#pragma unroll
-      for (int i = 0; i < NORM_PARTS; i++) {
-        const int at = (i * CONSUMERS + threadIdx.x) * 4;
-        value[r][i] = first + r < s.rows && at < HIDDEN
-                          ? __ldcg(reinterpret_cast<const float4*>(residual + (size_t)(first + r) * HIDDEN + at))
-                          : make_float4(0.f, 0.f, 0.f, 0.f);
-      }
-#pragma unroll
-    for (int r = 0; r < DEPTH; r++) {
-      if (first + r < s.rows) {
-        float square = 0.f;
-#pragma unroll
-        for (int i = 0; i < NORM_PARTS; i++) {
-          const int at = (i * CONSUMERS + threadIdx.x) * 4;
-          const float4 v = value[r][i], w = gain.part[i];
-          square += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
-          if (at < HIDDEN)
-            store_shared(target + (first + r) * source_stride(HIDDEN) + at * 2, pack(v.x * w.x, v.y * w.y),
-                         pack(v.z * w.z, v.w * w.w));
-        }
-#pragma unroll
-        for (int step = 16; step; step >>= 1) square += __shfl_xor_sync(~0u, square, step);
-        if (lane == 0) s.squares[(first + r) * WARPS + warp] = square;
-      }
-    }
-  }
-  sync_consumers();
-}
-
-// 1 / root of the mean square of a token that load_normed has loaded.
-__device__ __forceinline__ float inverse_root(const Workspace& s, int token, float eps) {
-  float sum = 0.f;
-#pragma unroll
-  for (int warp = 0; warp < WARPS; warp++) sum += s.squares[token * WARPS + warp];
-  return rsqrtf(sum / HIDDEN + eps);
 }
 
 // A warp's part of an item: accumulators of rows g and g + 8 of the tile, tokens 2 t and 2 t + 1.
-__device__ __forceinline__ void multiply_item(const Product& w, const Workspace& s, Ring& ring, float* sums) {
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+__device__ __forceinline__ void multiply_item(const Product& w, State& s, float* sums) {
+  const int warp = tid() >> 5, lane = tid() & 31, g = lane >> 2, t = lane & 3;
   const int row_bytes = w.chunk * 2;
   // Rows lie 128 bytes or a multiple apart, so odd ones read the other half of their 128 bytes first.
   const bool odd = g & 1;
   const uint32_t here = odd ? 64 : 0, there = odd ? 0 : 64;
   // where there is no token, that of another stands: its results are not looked at
-  const uint32_t x = shared_address(s.source) + (g < s.rows ? g : 0) * source_stride(w.span) + t * 16;
+  const uint32_t x = shared_address(shared + SOURCE_AT) + (g < s.rows ? g : 0) * source_stride(w.span) + t * 16;
   float acc[2][4] = {};
+  Ring& ring = s.ring;
   int chunk = first_chunk(w);
   for (int i = 0; i < w.chunks; i++) {
-    barrier_wait(ring.filled(), ring.parity);
+    barrier_wait(ring.filled(), ring.parity());
     const uint32_t a = ring.stage() + g * row_bytes + t * 16;
     const int end = min(w.chunk, w.span - chunk * w.chunk);
 #pragma unroll 2
@@ -184,16 +164,16 @@ __device__ __forceinline__ void multiply_item(const Product& w, const Workspace&
     __syncwarp();
     if (lane == 0) barrier_arrive(ring.emptied());
     if (++chunk == w.chunks) chunk = 0;
-    ring.next();
+    ring.count++;
   }
 #pragma unroll
   for (int i = 0; i < 4; i++) sums[i] = acc[0][i] + acc[1][i];
 }
 
 // The warps' parts of an item are in `red` afterwards, at [token * RED_TOKEN + row] of each warp.
-__device__ __forceinline__ const float* share_sums(const float* sums, Workspace& s) {
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  float* all = s.red + s.turn * WARPS * RED;
+__device__ __forceinline__ const float* share_sums(const float* sums, State& s) {
+  const int warp = tid() >> 5, lane = tid() & 31, g = lane >> 2, t = lane & 3;
+  float* all = reinterpret_cast<float*>(shared + RED_AT) + s.turn * WARPS * RED;
   float* mine = all + warp * RED;
   mine[2 * t * RED_TOKEN + g] = sums[0];
   mine[(2 * t + 1) * RED_TOKEN + g] = sums[1];
@@ -211,69 +191,75 @@ __device__ __forceinline__ float sum_of_warps(const float* all, int token, int r
   return sum;
 }
 
-// out [tokens, w.rows] float32 = source * weights, times each token's factor, plus `bias` if there is one.
-__device__ __forceinline__ void to_floats(
-    const Product& w, int item, const float* bias, float* out, float eps, Workspace& s, Ring& ring) {
-  const int row = threadIdx.x & 15, token = (threadIdx.x >> 4) & 7;
-  const bool mine = threadIdx.x < TILE * MOST_ROWS && token < s.rows;
-  const float factor = mine ? inverse_root(s, token, eps) : 0.f;
-  for (; item < w.tiles; item += gridDim.x) {
-    const int at = item * TILE + row;
-    float sums[4];
-    const float more = bias != nullptr && mine ? __ldg(bias + at) : 0.f;
-    multiply_item(w, s, ring, sums);
-    const float* all = share_sums(sums, s);
-    if (mine && at < w.rows) out[(size_t)token * w.rows + at] = sum_of_warps(all, token, row) * factor + more;
-  }
+// A number of the residual stream and what is made of it: bf16 times the gain of the norm that follows, and its part of
+// the sum of squares. Half a warp has the 16 columns of a tile.
+__device__ __forceinline__ void leave_residual(const Params& p, int token, int tile, float value, float gain) {
+  const int column = threadIdx.x & 15, at = token * HIDDEN + tile * TILE + column;
+  p.residual[at] = value;
+  p.normed[at] = __float2bfloat16(value * gain);
+  float square = value * value;
+  const unsigned half = 0xffffu << (threadIdx.x & 16);
+#pragma unroll
+  for (int step = 8; step; step >>= 1) square += __shfl_xor_sync(half, square, step);
+  if (column == 0) p.squares[token * TILES_OF_HIDDEN + tile] = square;
 }
 
-// SiLU or GELU of gate, times up, both times each token's factor. A tile is 8 rows of gate and the same 8 of up.
-__device__ __forceinline__ void to_activated(
-    const Product& w, int item, bf16* out, float eps, Workspace& s, Ring& ring) {
-  const int row = threadIdx.x & 7, token = (threadIdx.x >> 3) & 7;
-  const bool mine = threadIdx.x < 8 * MOST_ROWS && token < s.rows;
-  const float factor = mine ? inverse_root(s, token, eps) : 0.f;
-  for (; item < w.tiles; item += gridDim.x) {
-    float sums[4];
-    multiply_item(w, s, ring, sums);
-    const float* all = share_sums(sums, s);
-    if (!mine) continue;
-    const float gate = sum_of_warps(all, token, row) * factor, up = sum_of_warps(all, token, row + 8) * factor;
+// SiLU or GELU of gate, times up.
+__device__ __forceinline__ float activated(float gate, float up) {
 #if GELU
-    const float inner = 0.7978845608028654f * (gate + 0.044715f * gate * gate * gate);
-    const float value = 0.5f * gate * (2.f / (1.f + __expf(-2.f * inner))) * up;
+  const float inner = 0.7978845608028654f * (gate + 0.044715f * gate * gate * gate);
+  return gate / (1.f + __expf(-2.f * inner)) * up;
 #else
-    const float value = gate / (1.f + __expf(-gate)) * up;
+  return gate / (1.f + __expf(-gate)) * up;
 #endif
-    out[(size_t)token * INNER + item * 8 + row] = __float2bfloat16(value);
-  }
 }
 
-// residual [tokens, HIDDEN] += source * weights. Splits of a tile are added up in their order.
-__device__ __forceinline__ void to_residual(
-    const Product& w, int item, float* residual, float* partial, uint32_t* tickets, Workspace& s, Ring& ring) {
-  const int row = threadIdx.x & 15, token = (threadIdx.x >> 4) & 7;
-  const bool mine = threadIdx.x < TILE * MOST_ROWS && token < s.rows;
+// This CTA's items of one product, from `item` on, whose source is in shared memory. What becomes of a result:
+//   QKV      float32, times the token's factor, plus a bias
+//   OUT, DOWN  added to the residual stream; `gain` is that of the norm that follows
+//   GATE_UP  activated; a tile is 8 rows of gate and the same 8 of up
+//   HEAD     float32, times the token's factor
+__device__ __forceinline__ void multiply(
+    const Params& p, int kind, const Product& w, int item, const float* bias, const float* gain, State& s) {
+  const int row = tid() & 15, token = (tid() >> 4) & 7;
+  const bool mine = tid() < TILE * MOST_ROWS && token < s.rows;
+  const bool adds = kind == OUT || kind == DOWN;
   for (const int items = w.tiles * w.splits; item < items; item += gridDim.x) {
-    const int tile = item / w.splits, split = item % w.splits;
-    float* home = residual + (size_t)token * HIDDEN + tile * TILE + row;
-    const float before = mine ? __ldcg(home) : 0.f;  // on its way while the item is multiplied
+    const int tile = item / w.splits, split = item % w.splits, column = tile * TILE + row;
+    // what is needed at the end is on its way while the item is multiplied
+    float before = 0.f, scale = 0.f;
+    if (mine && adds) {
+      before = __ldcg(p.residual + (size_t)token * HIDDEN + column);
+      scale = __ldg(gain + column);
+    } else if (BIAS && mine && bias != nullptr) {
+      before = __ldg(bias + column);
+    }
     float sums[4];
-    multiply_item(w, s, ring, sums);
+    multiply_item(w, s, sums);
     const float* all = share_sums(sums, s);
-    const float sum = mine ? sum_of_warps(all, token, row) : 0.f;
-    if (w.splits == 1) {
-      if (mine) *home = before + sum;
+    if (kind == GATE_UP) {
+      if (mine && row < 8) {
+        const float factor = factors()[token];
+        const float gate = sum_of_warps(all, token, row) * factor, up = sum_of_warps(all, token, row + 8) * factor;
+        p.activated[(size_t)token * INNER + tile * 8 + row] = __float2bfloat16(activated(gate, up));
+      }
       continue;
     }
-    float* parts = partial + (size_t)tile * w.splits * TILE * MOST_ROWS + token * TILE + row;
-    if (mine) parts[(size_t)split * TILE * MOST_ROWS] = sum;
-    if (!last_of(tickets + tile, w.splits, s.flag)) continue;
-    if (mine) {
-      float whole = before;
-      for (int i = 0; i < w.splits; i++) whole += __ldcg(parts + (size_t)i * TILE * MOST_ROWS);
-      *home = whole;
+    float sum = mine ? sum_of_warps(all, token, row) : 0.f;
+    if (!adds) {
+      float* out = kind == QKV ? p.qkv : p.logits;
+      if (mine && column < w.rows) out[(size_t)token * w.rows + column] = sum * factors()[token] + before;
+      continue;
     }
+    if (w.splits > 1) {  // the last to come adds up all splits, in their order
+      float* parts = p.partial + (size_t)tile * w.splits * TILE * MOST_ROWS + token * TILE + row;
+      if (mine) parts[(size_t)split * TILE * MOST_ROWS] = sum;
+      if (!last_of(p.product_tickets + tile, w.splits)) continue;
+      sum = 0.f;
+      if (mine)
+        for (int i = 0; i < w.splits; i++) sum += __ldcg(parts + (size_t)i * TILE * MOST_ROWS);
+    }
+    if (mine) leave_residual(p, token, tile, before + sum, scale);
   }
 }
 

@@ -11,34 +11,26 @@
 
 namespace {
 
-struct Shared {
-  static constexpr int RED_BYTES = 2 * WARPS * RED * 4, SQUARE_BYTES = MOST_ROWS * WARPS * 4;
-  static constexpr int FLAG_BYTES = 16;
-
-  static int bytes(int stages, int source_bytes) {
-    return stages * (STAGE + 16) + source_bytes + RED_BYTES + SQUARE_BYTES + FLAG_BYTES;
+// The residual stream begins with the tokens' vectors.
+__device__ __forceinline__ void embed(const Params& p, int rows) {
+  constexpr int GROUPS = CONSUMERS / TILE;
+  const int column = threadIdx.x & 15;
+  for (int i = blockIdx.x * GROUPS + threadIdx.x / TILE; i < rows * TILES_OF_HIDDEN; i += gridDim.x * GROUPS) {
+    const int token = i / TILES_OF_HIDDEN, tile = i % TILES_OF_HIDDEN, at = tile * TILE + column;
+    const float value = __bfloat162float(p.embedding[(size_t)p.token_ids[token] * HIDDEN + at]);
+    leave_residual(p, token, tile, value * p.embedding_scale, __ldg(p.layers[0].attention_gain + at));
   }
-};
+}
 
 __global__ void __launch_bounds__(THREADS, 1) decode_step(const __grid_constant__ Params p) {
-  extern __shared__ __align__(1024) unsigned char memory[];
   __shared__ Cut cut;
   const int rows = min(*p.num_rows, p.capacity);
   if (rows <= 0) return;  // a step of padding only
-  unsigned char* at = memory + p.stages * STAGE;
-  Workspace s;
-  s.source = at, at += p.source_bytes;
-  s.red = reinterpret_cast<float*>(at), at += Shared::RED_BYTES;
-  s.squares = reinterpret_cast<float*>(at), at += Shared::SQUARE_BYTES;
-  s.flag = reinterpret_cast<int*>(at), at += Shared::FLAG_BYTES;
-  s.turn = 0;
-  s.rows = rows;
-  Ring ring{shared_address(memory), shared_address(at), shared_address(at) + p.stages * 8, p.stages, 0, 0};
+  if (threadIdx.x < 32) cut.make(p, rows);
   if (threadIdx.x == 0) {
-    cut.make(p, rows);
-    for (int i = 0; i < p.stages; i++) {
-      barrier_init(ring.full + i * 8, 1);
-      barrier_init(ring.empty + i * 8, WARPS);
+    for (int i = 0; i < STAGES; i++) {
+      barrier_init(shared_address(shared + FULL_AT) + i * 8, 1);
+      barrier_init(shared_address(shared + EMPTY_AT) + i * 8, WARPS);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
@@ -48,86 +40,46 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step(const __grid_constant_
   if (threadIdx.x >= CONSUMERS) {
     if (threadIdx.x > CONSUMERS) return;
     const uint64_t policy = read_once();
-    ring.parity = 1;  // every stage is empty
+    Ring ring{0};
     const CUtensorMap* map = p.maps;
-    for (int l = 0; l < p.num_layers; l++, map += HEAD) {
-      const int ahead = l + 1 < p.num_layers ? HEAD : 1;
-      for (int i = 0; i < ahead; i++) prefetch_map(map + HEAD + i);
-      stream(p.products[QKV], map + QKV, TILE, turn, ring, policy);
-      stream(p.products[OUT], map + OUT, TILE, turn, ring, policy);
-      stream(p.products[GATE_UP], map + GATE_UP, TILE / 2, turn, ring, policy);
-      stream(p.products[DOWN], map + DOWN, TILE, turn, ring, policy);
+    for (int i = 0; i <= p.num_layers * HEAD; i++, map++) {
+      const int kind = i == p.num_layers * HEAD ? HEAD : i % HEAD;
+      if (kind == QKV && i + HEAD < p.num_layers * HEAD)
+        for (int ahead = 0; ahead < HEAD; ahead++) prefetch_map(map + HEAD + ahead);
+      stream(p.products[kind], map, kind == GATE_UP ? TILE / 2 : TILE, turn, ring, policy);
     }
-    stream(p.products[HEAD], map, TILE, turn, ring, policy);
     return;
   }
 
+  State s{rows, 0, {0}};
   const uint32_t passed = *(volatile uint32_t*)p.epoch;
   const Epoch epoch{(passed + 1) * gridDim.x};
-  for (int i = blockIdx.x * CONSUMERS + threadIdx.x; i < rows * HIDDEN / 2; i += gridDim.x * CONSUMERS) {
-    const int token = i / (HIDDEN / 2), pair = i % (HIDDEN / 2);
-    const size_t row = p.token_ids[token];
-    const float2 value =
-        __bfloat1622float2(reinterpret_cast<const __nv_bfloat162*>(p.embedding + row * HIDDEN)[pair]);
-    reinterpret_cast<float2*>(p.residual)[i] =
-        make_float2(value.x * p.embedding_scale, value.y * p.embedding_scale);
-  }
+  embed(p, rows);
   uint32_t* ready = p.counters;  // of the phase before
   arrive(ready);
-  for (int l = 0; l < p.num_layers; l++) {
-    const Layer& layer = p.layers[l];
-    {
-      const Product& w = p.products[QKV];
-      const int item = turn.first(w);
-      if (item < w.tiles) {
-        const Gain gain(layer.attention_gain);
-        epoch.wait(ready);
-        load_normed(p.residual, gain, s);
-        to_floats(w, item, BIAS ? layer.qkv_bias : nullptr, p.qkv, p.eps, s, ring);
+#pragma unroll 1
+  for (int l = 0; l <= p.num_layers; l++) {
+    const bool last = l == p.num_layers;
+    const Layer& layer = p.layers[last ? 0 : l];
+#pragma unroll 1
+    for (int kind = last ? HEAD : QKV; kind <= (last ? HEAD : DOWN); kind++) {
+      if (kind == OUT) {
+        attend(p, layer, cut, ready, epoch);
+        arrive(ready += COUNTER_STRIDE);
       }
-      arrive(ready += COUNTER_STRIDE);
-    }
-    attend(p, layer, cut, ready, epoch, s);
-    arrive(ready += COUNTER_STRIDE);
-    {
-      const Product& w = p.products[OUT];
+      const Product w = p.products[kind];
       const int item = turn.first(w);
       if (item < w.tiles * w.splits) {
         epoch.wait(ready);
-        load_source(p.mixed + item % w.splits * w.span, Q_SIZE, w.span, s);
-        to_residual(w, item, p.residual, p.partial, p.product_tickets, s, ring);
+        const bool normed = kind != OUT && kind != DOWN;
+        const bf16* x = normed ? p.normed : kind == OUT ? p.mixed : p.activated;
+        load_source(x + item % w.splits * w.span, normed ? HIDDEN : kind == OUT ? Q_SIZE : INNER, w.span,
+                    normed ? p.squares : nullptr, p.eps, s);
+        multiply(p, kind, w, item, kind == QKV ? layer.qkv_bias : nullptr,
+                 kind == OUT ? layer.mlp_gain : layer.next_gain, s);
       }
-      arrive(ready += COUNTER_STRIDE);
+      if (kind != HEAD) arrive(ready += COUNTER_STRIDE);
     }
-    {
-      const Product& w = p.products[GATE_UP];
-      const int item = turn.first(w);
-      if (item < w.tiles) {
-        const Gain gain(layer.mlp_gain);
-        epoch.wait(ready);
-        load_normed(p.residual, gain, s);
-        to_activated(w, item, p.activated, p.eps, s, ring);
-      }
-      arrive(ready += COUNTER_STRIDE);
-    }
-    {
-      const Product& w = p.products[DOWN];
-      const int item = turn.first(w);
-      if (item < w.tiles * w.splits) {
-        epoch.wait(ready);
-        load_source(p.activated + item % w.splits * w.span, INNER, w.span, s);
-        to_residual(w, item, p.residual, p.partial, p.product_tickets, s, ring);
-      }
-      arrive(ready += COUNTER_STRIDE);
-    }
-  }
-  const Product& w = p.products[HEAD];
-  const int item = turn.first(w);
-  if (item < w.tiles) {
-    const Gain gain(p.final_gain);
-    epoch.wait(ready);
-    load_normed(p.residual, gain, s);
-    to_floats(w, item, nullptr, p.logits, p.eps, s, ring);
   }
   if (blockIdx.x == 0) {
     epoch.wait(ready);  // all have read the epoch
@@ -143,7 +95,7 @@ int headrace_params_bytes() { return (int)sizeof(Params); }
 
 int headrace_attention_bytes() { return ATTENTION_BYTES; }
 
-int headrace_shared_bytes(int stages, int source_bytes) { return Shared::bytes(stages, source_bytes); }
+int headrace_source_at() { return SOURCE_AT; }
 
 // A tensor map of `weight` bf16 [halves * rows, inner] whose boxes are `tile_rows` rows of each half and `chunk` inner
 // elements, in rows of `box`; 128 bytes in the host's memory at `map`. 0, or an error of the CUDA driver or runtime.
