@@ -288,7 +288,7 @@ class DeviceRunner:
     def close(self) -> None:
         """Give the graphs, the cache and the model back, whoever still holds this runner."""
         self.launcher.clear()
-        del self._model, self._cache, self._backend, self._logits
+        del self._model, self._cache, self._backend, self._logits, self._step_kernel
 
     def flush(self) -> None:
         """The GPU learns what has changed in the table."""

@@ -109,6 +109,7 @@ class StepKernelChoice:
         return self._kernel.state, self._kernel.failure or "one kernel for a whole decode step"
 
     def stop(self) -> None:
-        """End a compiler that runs."""
+        """End a compiler that runs, and let go of the model and the cache."""
         if self._build is not None:
             self._build.stop()
+        self._kernel = None

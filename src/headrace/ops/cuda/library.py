@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sysconfig
 import tempfile
+from dataclasses import astuple
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -127,7 +128,10 @@ class Build:
 
 
 class _Product(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int) for name in ("tiles", "splits", "span", "chunk", "chunks", "box", "rows")]
+    _fields_ = [
+        *((name, ctypes.c_int) for name in ("tiles", "splits", "span", "chunk", "chunks", "box", "rows", "advance")),
+        ("magic", ctypes.c_uint),
+    ]
 
 
 POINTERS = (
@@ -152,9 +156,7 @@ class StepParams(ctypes.Structure):
     def cut(self, cuts: list[ProductCut]) -> None:
         """Fill in how the products are cut."""
         for index, each in enumerate(cuts):
-            self.products[index] = _Product(
-                each.tiles, each.splits, each.span, each.chunk, each.chunks, each.box, each.rows
-            )
+            self.products[index] = _Product(*astuple(each))
 
 
 class StepLibrary:

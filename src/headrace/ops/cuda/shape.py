@@ -10,8 +10,10 @@ MOST_ROWS = 8  # tokens of a step: the short side of the matrix unit
 TILE = 16  # rows of a weight in an item
 STAGE = 32768  # bytes of a stage of weights
 SHARED = (227 << 10) - 1024  # bytes of shared memory that a program may have on Hopper, less the kernel's own
+_BESIDE_FOUR = 86 << 10  # bytes that are left beside a ring of four stages
 LEAST_KEYS = 256  # of a part of a context: cutting finer costs more in adding up than it saves
 _SLICE = 64  # inner elements that a warp takes at a time
+_MOST_SPLIT_ITEMS = 32  # of a processor: bits of a word
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 
 
@@ -42,7 +44,14 @@ class StepShape:
 
     def macros(self) -> list[str]:
         """Options of the compiler."""
-        return [f"-D{each.name.upper()}={value}" for each, value in zip(fields(self), astuple(self), strict=True)]
+        values = zip(fields(self), astuple(self), strict=True)
+        return [*(f"-D{each.name.upper()}={value}" for each, value in values), f"-DSTAGES={self.stages}"]
+
+    @property
+    def stages(self) -> int:
+        """Of the ring of weights. A fourth brings 1 % where there is room for it: more is lost where four rows of the
+        inner size no longer fit beside it and have to be split."""
+        return 4 if 4 * self.inner * 2 <= _BESIDE_FOUR else 3
 
     @property
     def label(self) -> str:
@@ -102,6 +111,8 @@ class ProductCut:
     chunks: int
     box: int  # elements of a row of the copy's box
     rows: int
+    advance: int  # items, modulo the number of processors
+    magic: int  # 2^32 / (span / 8), rounded up
 
     def source_bytes(self, capacity: int) -> int:
         """Shared memory of `capacity` tokens' part of what is multiplied."""
@@ -119,11 +130,14 @@ def cut_product(
         if processors % splits or inner % (splits * _SLICE):
             continue
         span = inner // splits
-        box = next(size for size in (256, 128, 64) if span % size == 0)
         chunks = -(-span // (STAGE // (2 * TILE)))
-        chunk = -(-span // (chunks * box)) * box
-        cut = ProductCut(-(-rows // tile), splits, span, chunk, chunks, box, rows)
-        if cut.source_bytes(capacity) <= room:
+        # the smaller the chunk, the less is read beyond the span; the larger the box, the fewer rows a copy has
+        chunk, box = min((-(-span // (chunks * box)) * box, -box) for box in (256, 128, 64) if span % box == 0)
+        box = -box
+        tiles = -(-rows // tile)
+        items, magic = tiles * splits, 2**32 // (span // 8) + 1
+        cut = ProductCut(tiles, splits, span, chunk, chunks, box, rows, items % processors, magic)
+        if cut.source_bytes(capacity) <= room and (splits == 1 or items <= _MOST_SPLIT_ITEMS * processors):
             return cut
     return None
 

@@ -100,6 +100,16 @@ struct Context {
         tile.value[i][h] = seen ? __ldcg(reinterpret_cast<const uint4*>(at + 64 * h)) : make_uint4(0, 0, 0, 0);
     }
   }
+  // Lines of both towards the cache of all processors, before they are loaded.
+  __device__ __forceinline__ void prefetch(int from, int lane) const {
+    const size_t home = tile_home(from);
+#pragma unroll
+    for (int i = 0; i < HALVES; i++) {
+      const int line = 32 * i + lane, of = line % (KEYS * HALVES), offset = of / HALVES;
+      const bf16* at = source(line < KEYS * HALVES ? keys : values, home, from, offset) + of % HALVES * 64;
+      if (from + offset < end) asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
+    }
+  }
 };
 
 // The newest key and value, which are in shared memory, into a tile that begins at key `from`.
@@ -270,26 +280,38 @@ struct Running {
   }
 };
 
-// Adds up parts of one result [SHARING, HEAD_DIM], whose maxima and norms are norms[part * norm_stride + head * 2].
+// Parts of one result [SHARING, HEAD_DIM], each with its maxima and norms.
 struct Merge {
   float best = NOTHING, norm = 0.f, sum = 0.f;
 
-  template <bool GLOBAL>
-  __device__ __forceinline__ void run(
-      const float* norms, int norm_stride, const float* sums, int sum_stride, int parts, int head, int at) {
-    for (int part = 0; part < parts; part++) {
-      const float* from = norms + (size_t)part * norm_stride + head * 2;
-      best = fmaxf(best, GLOBAL ? __ldcg(from) : *from);
-    }
-#pragma unroll 4
-    for (int part = 0; part < parts; part++) {
-      const float* from = norms + (size_t)part * norm_stride + head * 2;
-      const float* value = sums + (size_t)part * sum_stride + at;
-      const float factor = exp2f((GLOBAL ? __ldcg(from) : *from) - best);
-      norm += factor * (GLOBAL ? __ldcg(from + 1) : from[1]);
-      sum += factor * (GLOBAL ? __ldcg(value) : *value);
+  // What the warps left; those without keys left zeros.
+  __device__ __forceinline__ void of_warps(const float* norms, const float* sums, int head, int at) {
+    float maximum[WARPS];
+#pragma unroll
+    for (int warp = 0; warp < WARPS; warp++) best = fmaxf(best, maximum[warp] = norms[warp * 32 + head * 2]);
+#pragma unroll
+    for (int warp = 0; warp < WARPS; warp++) {
+      const float factor = exp2f(maximum[warp] - best);
+      norm += factor * norms[warp * 32 + head * 2 + 1];
+      sum += factor * sums[warp * SHARING * HEAD_DIM + at];
     }
   }
+
+  // What CTAs left in global memory: norms [parts, KV_HEADS, SHARING, 2], sums [parts, KV_HEADS, SHARING * HEAD_DIM].
+  __device__ __forceinline__ void of_parts(const float* norms, const float* sums, int parts, int head, int at) {
+#pragma unroll 4
+    for (int part = 0; part < parts; part++)
+      best = fmaxf(best, __ldcg(norms + (size_t)part * KV_HEADS * SHARING * 2 + head * 2));
+#pragma unroll 4
+    for (int part = 0; part < parts; part++) {
+      const float* from = norms + (size_t)part * KV_HEADS * SHARING * 2 + head * 2;
+      const float factor = exp2f(__ldcg(from) - best);
+      norm += factor * __ldcg(from + 1);
+      sum += factor * __ldcg(sums + (size_t)part * KV_HEADS * SHARING * HEAD_DIM + at);
+    }
+  }
+
+  __device__ __forceinline__ bf16 result() const { return __float2bfloat16(__fdividef(sum, norm)); }
 };
 
 // One part of a row's context for one key head and the query heads that share it.
@@ -303,7 +325,7 @@ __device__ __forceinline__ void attend_unit(
     if (part >= cut.first[i] && part < cut.first[i + 1])
       row = i, length = cut.length[i], row_first = cut.first[i], row_end = cut.first[i + 1];
   const int begin = (part - row_first) * cut.keys, end = min(length, begin + cut.keys), newest = length - 1;
-  const int tiles = (end - begin + KEYS - 1) / KEYS, parts = row_end - row_first;
+  const int parts = row_end - row_first;
   const bool has_newest = end == length;
   const size_t head_offset = (size_t)kv_head * PAGE * HEAD_DIM;
   const Context context{layer.keys + head_offset, layer.values + head_offset,
@@ -313,6 +335,7 @@ __device__ __forceinline__ void attend_unit(
   int from = begin + warp * KEYS;
   context.load_keys(from, lane, tile);
   context.load_values(from, lane, tile);
+  context.prefetch(from + WARPS * KEYS, lane);
   const Rotation rotation(p, newest);
   if (ready != nullptr) epoch.wait(ready);
 
@@ -368,14 +391,13 @@ __device__ __forceinline__ void attend_unit(
   sync_consumers();
 
   bf16* out = p.mixed + (size_t)row * Q_SIZE + kv_head * SHARING * HEAD_DIM;
-  const int used = min(tiles, WARPS);
   float* unit_out = p.part_out + (size_t)unit * SHARING * HEAD_DIM;
   float* unit_norm = p.part_norm + (size_t)unit * SHARING * 2;
   for (int at = thread; at < SHARING * HEAD_DIM; at += CONSUMERS) {
     Merge merge;
-    merge.run<false>(norms, 32, sums, SHARING * HEAD_DIM, used, at / HEAD_DIM, at);
+    merge.of_warps(norms, sums, at / HEAD_DIM, at);
     if (parts == 1) {
-      out[at] = __float2bfloat16(merge.sum / merge.norm);
+      out[at] = merge.result();
       continue;
     }
     unit_out[at] = merge.sum;
@@ -385,10 +407,9 @@ __device__ __forceinline__ void attend_unit(
   const size_t unit_first = (size_t)row_first * KV_HEADS + kv_head;
   for (int at = thread; at < SHARING * HEAD_DIM; at += CONSUMERS) {
     Merge merge;
-    merge.run<true>(p.part_norm + unit_first * SHARING * 2, KV_HEADS * SHARING * 2,
-                    p.part_out + unit_first * SHARING * HEAD_DIM, KV_HEADS * SHARING * HEAD_DIM, parts, at / HEAD_DIM,
-                    at);
-    out[at] = __float2bfloat16(merge.sum / merge.norm);
+    merge.of_parts(p.part_norm + unit_first * SHARING * 2, p.part_out + unit_first * SHARING * HEAD_DIM, parts,
+                   at / HEAD_DIM, at);
+    out[at] = merge.result();
   }
 }
 

@@ -1,7 +1,7 @@
 // What the kernel is told. The same structures are in ops/cuda/library.py; sizes are compared when the library is loaded.
 //
 // Constants of a build, given as macros (ops/cuda/shape.py): HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, HALF (rotating
-// pairs of a head), PAGE (tokens of a block of the cache), BIAS, QK_NORM, GELU (0 or 1).
+// pairs of a head), PAGE (tokens of a block of the cache), BIAS, QK_NORM, GELU (0 or 1), STAGES (of the ring).
 #pragma once
 
 #include "primitives.cuh"
@@ -12,7 +12,6 @@ constexpr int MOST_ROWS = 8;   // tokens: the short side of a matrix product
 constexpr int TILE = 16;       // weight rows of an item: the long side
 constexpr int SLICE = 64;      // inner elements that a warp takes at a time
 constexpr int STAGE = 32768;   // bytes of a stage of weights
-constexpr int STAGES = 4;      // more brought nothing on an H200
 constexpr int TILES_OF_HIDDEN = HIDDEN / TILE;
 constexpr int SHARING = HEADS / KV_HEADS;  // query heads of a key head
 constexpr int Q_SIZE = HEADS * HEAD_DIM, KV_SIZE = KV_HEADS * HEAD_DIM;
@@ -26,6 +25,8 @@ static_assert(HEADS % KV_HEADS == 0 && SHARING <= 16, "at most 16 query heads sh
 // `chunk` elements. Several spans (splits) of a tile are added up by whoever has the last of them.
 struct Product {
   int tiles, splits, span, chunk, chunks, box, rows;
+  int advance;     // items, modulo the number of CTAs
+  uint32_t magic;  // 2^32 / (span / 8), rounded up: quotients of small numbers without a division
 };
 
 struct Layer {

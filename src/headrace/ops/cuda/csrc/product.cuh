@@ -30,18 +30,21 @@ struct Ring {
   __device__ __forceinline__ uint32_t emptied() const { return shared_address(shared + EMPTY_AT) + slot() * 8; }
 };
 
-// Whether this CTA is the last of `arrivals` that come for a ticket, which is then as good as new; all consumers call
-// it and get the same answer. The last one sees what the others wrote.
+// Whether a thread is the last of `arrivals` that come for a ticket, which is then as good as new. The last one sees what
+// the others wrote before they came, and what their CTAs wrote before a barrier.
+__device__ __forceinline__ bool take_ticket(uint32_t* ticket, int arrivals) {
+  uint32_t before;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(ticket) : "memory");
+  const bool last = (int)before == arrivals - 1;
+  if (last) *ticket = 0;
+  return last;
+}
+
+// The same for a CTA: all consumers call it and get the same answer.
 __device__ __forceinline__ bool last_of(uint32_t* ticket, int arrivals) {
   volatile int* flag = reinterpret_cast<int*>(shared + FLAG_AT);
   sync_consumers();
-  if (threadIdx.x == 0) {
-    uint32_t before;
-    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(ticket) : "memory");
-    const bool last = (int)before == arrivals - 1;
-    if (last) *ticket = 0;
-    *flag = last;
-  }
+  if (threadIdx.x == 0) *flag = take_ticket(ticket, arrivals);
   sync_consumers();
   return *flag != 0;
 }
@@ -53,21 +56,26 @@ struct Turn {
   __device__ __forceinline__ int first(const Product& w) {
     int item = (int)blockIdx.x - offset;
     if (item < 0) item += gridDim.x;
-    offset = (offset + w.tiles * w.splits) % gridDim.x;
+    offset += w.advance;
+    if (offset >= (int)gridDim.x) offset -= gridDim.x;
     return item;
   }
 };
 
 // CTAs begin at different chunks, so that they do not ask one channel of the memory all at once.
-__device__ __forceinline__ int first_chunk(const Product& w) { return blockIdx.x % w.chunks; }
+__device__ __forceinline__ int first_chunk(const Product& w) { return w.chunks == 1 ? 0 : blockIdx.x % w.chunks; }
+
+// Which tile an item is of, and which split of it.
+__device__ __forceinline__ int tile_of(const Product& w, int item) { return w.splits == 1 ? item : item / w.splits; }
+__device__ __forceinline__ int split_of(const Product& w, int item) { return w.splits == 1 ? 0 : item % w.splits; }
 
 // The streaming warp's side: one thread. A gated product's tile is half as many rows of each half.
 __device__ __forceinline__ void stream(
     const Product& w, const CUtensorMap* map, int tile_rows, Turn& turn, Ring& ring, uint64_t policy) {
-  const int items = w.tiles * w.splits, bytes = TILE * w.chunk * 2;
+  const int items = w.tiles * w.splits, bytes = TILE * w.chunk * 2, start = first_chunk(w);
   for (int item = turn.first(w); item < items; item += gridDim.x) {
-    const int tile = item / w.splits, split = item % w.splits;
-    int chunk = first_chunk(w);
+    const int tile = tile_of(w, item), split = split_of(w, item);
+    int chunk = start;
     for (int i = 0; i < w.chunks; i++) {
       barrier_wait(ring.emptied(), ring.parity() ^ 1);  // at first every stage is empty
       barrier_expect(ring.filled(), bytes);
@@ -89,10 +97,31 @@ __device__ __forceinline__ int source_stride(int span) { return span * 2 + 64; }
 
 __device__ __forceinline__ float* factors() { return reinterpret_cast<float*>(shared + FACTORS_AT); }
 
-// bf16 [tokens, span] of x [tokens, stride] into shared memory, and of what was normed the factor of each token:
-// 1 / root of the mean square, whose parts are squares [tokens, TILES_OF_HIDDEN].
+// bf16 [tokens, w.span] of x [tokens, stride] into shared memory, with DEPTH loads of a thread in flight.
+template <int DEPTH>
+__device__ __forceinline__ void copy_source(const Product& w, const bf16* x, int stride, int rows) {
+  const uint32_t target = shared_address(shared + SOURCE_AT);
+  const int pieces = w.span / 8, all = rows * pieces;
+  for (int at = tid(); at < all; at += CONSUMERS * DEPTH) {
+    uint4 value[DEPTH];
+#pragma unroll
+    for (int i = 0; i < DEPTH; i++) {
+      const int piece = at + i * CONSUMERS, row = __umulhi(piece, w.magic), column = piece - row * pieces;
+      value[i] = piece < all ? __ldcg(reinterpret_cast<const uint4*>(x + (size_t)row * stride) + column)
+                             : make_uint4(0, 0, 0, 0);
+    }
+#pragma unroll
+    for (int i = 0; i < DEPTH; i++) {
+      const int piece = at + i * CONSUMERS, row = __umulhi(piece, w.magic), column = piece - row * pieces;
+      if (piece < all) store_shared(target + row * source_stride(w.span) + column * 16, value[i]);
+    }
+  }
+}
+
+// What is to be multiplied into shared memory, and of what was normed the factor of each token: 1 / root of the mean
+// square, whose parts are squares [tokens, TILES_OF_HIDDEN].
 __device__ __forceinline__ void load_source(
-    const bf16* x, int stride, int span, const float* squares, float eps, const State& s) {
+    const Product& w, const bf16* x, int stride, const float* squares, float eps, const State& s) {
   const int warp = tid() >> 5, lane = tid() & 31;
   constexpr int PARTS = (TILES_OF_HIDDEN + 31) / 32;
   float square[PARTS];
@@ -101,38 +130,23 @@ __device__ __forceinline__ void load_source(
 #pragma unroll
     for (int i = 0; i < PARTS; i++)
       square[i] = 32 * i + lane < TILES_OF_HIDDEN ? __ldcg(squares + warp * TILES_OF_HIDDEN + 32 * i + lane) : 0.f;
-  const uint32_t target = shared_address(shared + SOURCE_AT);
-  const int pieces = span / 8, all = s.rows * pieces;
-  constexpr int DEPTH = 8;  // loads in flight
-  int row = tid() / pieces, column = tid() % pieces;
-  for (int at = tid(); at < all; at += CONSUMERS * DEPTH) {
-    uint4 value[DEPTH];
-    uint32_t home[DEPTH];
-#pragma unroll
-    for (int i = 0; i < DEPTH; i++) {
-      const bool there = at + i * CONSUMERS < all;
-      value[i] = there ? __ldcg(reinterpret_cast<const uint4*>(x + (size_t)row * stride) + column)
-                       : make_uint4(0, 0, 0, 0);
-      home[i] = target + row * source_stride(span) + column * 16;
-      for (column += CONSUMERS; column >= pieces; column -= pieces) row++;
-    }
-#pragma unroll
-    for (int i = 0; i < DEPTH; i++)
-      if (at + i * CONSUMERS < all) store_shared(home[i], value[i]);
-  }
+  if (s.rows * w.span <= CONSUMERS * 8 * 2)
+    copy_source<2>(w, x, stride, s.rows);
+  else
+    copy_source<8>(w, x, stride, s.rows);
   if (sums) {
     float sum = 0.f;
 #pragma unroll
     for (int i = 0; i < PARTS; i++) sum += square[i];
 #pragma unroll
     for (int step = 16; step; step >>= 1) sum += __shfl_xor_sync(~0u, sum, step);
-    if (lane == 0) factors()[warp] = rsqrtf(sum / HIDDEN + eps);
+    if (lane == 0) factors()[warp] = rsqrtf(sum * (1.f / HIDDEN) + eps);
   }
   sync_consumers();
 }
 
 // A warp's part of an item: accumulators of rows g and g + 8 of the tile, tokens 2 t and 2 t + 1.
-__device__ __forceinline__ void multiply_item(const Product& w, State& s, float* sums) {
+__device__ __forceinline__ void multiply_item(const Product& w, int start, State& s, float* sums) {
   const int warp = tid() >> 5, lane = tid() & 31, g = lane >> 2, t = lane & 3;
   const int row_bytes = w.chunk * 2;
   // Rows lie 128 bytes or a multiple apart, so odd ones read the other half of their 128 bytes first.
@@ -142,7 +156,7 @@ __device__ __forceinline__ void multiply_item(const Product& w, State& s, float*
   const uint32_t x = shared_address(shared + SOURCE_AT) + (g < s.rows ? g : 0) * source_stride(w.span) + t * 16;
   float acc[2][4] = {};
   Ring& ring = s.ring;
-  int chunk = first_chunk(w);
+  int chunk = start;
   for (int i = 0; i < w.chunks; i++) {
     barrier_wait(ring.filled(), ring.parity());
     const uint32_t a = ring.stage() + g * row_bytes + t * 16;
@@ -208,10 +222,34 @@ __device__ __forceinline__ void leave_residual(const Params& p, int token, int t
 __device__ __forceinline__ float activated(float gate, float up) {
 #if GELU
   const float inner = 0.7978845608028654f * (gate + 0.044715f * gate * gate * gate);
-  return gate / (1.f + __expf(-2.f * inner)) * up;
+  return __fdividef(gate, 1.f + __expf(-2.f * inner)) * up;
 #else
-  return gate / (1.f + __expf(-gate)) * up;
+  return __fdividef(gate, 1.f + __expf(-gate)) * up;
 #endif
+}
+
+// The CTA that leaves the last split of a tile adds all of them up, in their order. Of the items from `first` on, up to 32.
+__device__ __forceinline__ void add_splits(
+    const Params& p, const Product& w, int first, const float* gain, const State& s) {
+  const int items = w.tiles * w.splits;
+  volatile unsigned* flags = reinterpret_cast<unsigned*>(shared + FLAG_AT);
+  sync_consumers();
+  if (tid() < 32) {
+    const int item = first + tid() * gridDim.x;
+    const bool last = item < items && take_ticket(p.product_tickets + item / w.splits, w.splits);
+    const unsigned all = __ballot_sync(~0u, last);
+    if (tid() == 0) *flags = all;
+  }
+  sync_consumers();
+  const int row = tid() & 15, token = (tid() >> 4) & 7;
+  if (tid() >= TILE * MOST_ROWS || token >= s.rows) return;
+  for (unsigned left = *flags; left; left &= left - 1) {
+    const int tile = (first + (__ffs(left) - 1) * (int)gridDim.x) / w.splits;
+    const float* parts = p.partial + (size_t)tile * w.splits * TILE * MOST_ROWS + token * TILE + row;
+    float sum = __ldcg(p.residual + (size_t)token * HIDDEN + tile * TILE + row);
+    for (int i = 0; i < w.splits; i++) sum += __ldcg(parts + (size_t)i * TILE * MOST_ROWS);
+    leave_residual(p, token, tile, sum, __ldg(gain + tile * TILE + row));
+  }
 }
 
 // This CTA's items of one product, from `item` on, whose source is in shared memory. What becomes of a result:
@@ -224,18 +262,19 @@ __device__ __forceinline__ void multiply(
   const int row = tid() & 15, token = (tid() >> 4) & 7;
   const bool mine = tid() < TILE * MOST_ROWS && token < s.rows;
   const bool adds = kind == OUT || kind == DOWN;
-  for (const int items = w.tiles * w.splits; item < items; item += gridDim.x) {
-    const int tile = item / w.splits, split = item % w.splits, column = tile * TILE + row;
+  const int items = w.tiles * w.splits, start = first_chunk(w), first = item;
+  for (; item < items; item += gridDim.x) {
+    const int tile = tile_of(w, item), column = tile * TILE + row;
     // what is needed at the end is on its way while the item is multiplied
     float before = 0.f, scale = 0.f;
-    if (mine && adds) {
+    if (mine && adds && w.splits == 1) {
       before = __ldcg(p.residual + (size_t)token * HIDDEN + column);
       scale = __ldg(gain + column);
     } else if (BIAS && mine && bias != nullptr) {
       before = __ldg(bias + column);
     }
     float sums[4];
-    multiply_item(w, s, sums);
+    multiply_item(w, start, s, sums);
     const float* all = share_sums(sums, s);
     if (kind == GATE_UP) {
       if (mine && row < 8) {
@@ -245,22 +284,18 @@ __device__ __forceinline__ void multiply(
       }
       continue;
     }
-    float sum = mine ? sum_of_warps(all, token, row) : 0.f;
-    if (!adds) {
+    if (!mine) continue;
+    const float sum = sum_of_warps(all, token, row);
+    if (adds && w.splits == 1) {
+      leave_residual(p, token, tile, before + sum, scale);
+    } else if (adds) {
+      p.partial[(size_t)item * TILE * MOST_ROWS + token * TILE + row] = sum;
+    } else if (column < w.rows) {
       float* out = kind == QKV ? p.qkv : p.logits;
-      if (mine && column < w.rows) out[(size_t)token * w.rows + column] = sum * factors()[token] + before;
-      continue;
+      out[(size_t)token * w.rows + column] = sum * factors()[token] + before;
     }
-    if (w.splits > 1) {  // the last to come adds up all splits, in their order
-      float* parts = p.partial + (size_t)tile * w.splits * TILE * MOST_ROWS + token * TILE + row;
-      if (mine) parts[(size_t)split * TILE * MOST_ROWS] = sum;
-      if (!last_of(p.product_tickets + tile, w.splits)) continue;
-      sum = 0.f;
-      if (mine)
-        for (int i = 0; i < w.splits; i++) sum += __ldcg(parts + (size_t)i * TILE * MOST_ROWS);
-    }
-    if (mine) leave_residual(p, token, tile, before + sum, scale);
   }
+  if (adds && w.splits > 1) add_splits(p, w, first, gain, s);
 }
 
 }  // namespace

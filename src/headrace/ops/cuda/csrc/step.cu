@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step(const __grid_constant_
         epoch.wait(ready);
         const bool normed = kind != OUT && kind != DOWN;
         const bf16* x = normed ? p.normed : kind == OUT ? p.mixed : p.activated;
-        load_source(x + item % w.splits * w.span, normed ? HIDDEN : kind == OUT ? Q_SIZE : INNER, w.span,
+        load_source(w, x + split_of(w, item) * w.span, normed ? HIDDEN : kind == OUT ? Q_SIZE : INNER,
                     normed ? p.squares : nullptr, p.eps, s);
         multiply(p, kind, w, item, kind == QKV ? layer.qkv_bias : nullptr,
                  kind == OUT ? layer.mlp_gain : layer.next_gain, s);
