@@ -38,8 +38,9 @@ class StepKernel:
                 return False
             self._build = None
             library = StepLibrary(build.path)
-            self._whole = WholeStep(library, build.shape, self._model, self._cache.pages)
-            self._limit = min(self._limit, self._whole.most_rows)
+            whole = WholeStep(library, build.shape, self._model, self._cache.pages)
+            whole.try_launch()
+            self._limit, self._whole = min(self._limit, whole.most_rows), whole
         except (BuildError, RuntimeError, ValueError) as error:
             self._build, self.failure = None, str(error)
             print(f"headrace: no kernel for whole decode steps: {error}", file=sys.stderr)

@@ -119,6 +119,13 @@ class WholeStep:
         assert weight.dtype == torch.bfloat16 and weight.is_contiguous()
         return self._library.encode(weight.data_ptr(), cut.rows, weight.shape[1], cut, gated)
 
+    def try_launch(self) -> None:
+        """A step of padding only. Raises RuntimeError where the kernel cannot run here, before a graph is made of it."""
+        zeros = torch.zeros(2, dtype=torch.int32, device=self._device)
+        one = zeros[:1]
+        self.logits(StepSpans(one, zeros, one, one, one, one, one[None]), one[None], one)
+        torch.cuda.synchronize(self._device)
+
     def logits(self, spans: StepSpans, block_table: torch.Tensor, num_rows: torch.Tensor) -> torch.Tensor:
         """float32 [R, V] of a step of one token a row, R up to `most_rows`; keys and values are written.
 
