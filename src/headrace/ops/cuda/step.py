@@ -120,7 +120,7 @@ class WholeStep:
         return self._library.encode(weight.data_ptr(), cut.rows, weight.shape[1], cut, gated)
 
     def try_launch(self) -> None:
-        """A step of padding only. Raises RuntimeError where the kernel cannot run here, before a graph is made of it."""
+        """A step of padding only. Raises RuntimeError where the kernel cannot run, before a graph is made of it."""
         zeros = torch.zeros(2, dtype=torch.int32, device=self._device)
         one = zeros[:1]
         self.logits(StepSpans(one, zeros, one, one, one, one, one[None]), one[None], one)
