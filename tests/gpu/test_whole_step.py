@@ -1,14 +1,18 @@
 """The kernel of a whole decode step, on a GPU, against float32; what it refuses and how it is built, anywhere."""
 
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from whole_step_model import StepInputs, make_model, reference_step, spec_of
 
 from headrace.ops.cuda.library import Build, BuildError, StepLibrary, compiler_version, find_compiler, unavailable
-from headrace.ops.cuda.shape import SHARED, StepShape, cut_product, cut_step, refusals
+from headrace.ops.cuda.shape import SHARED, StepShape, cut_product, cut_step, measured_rows, refusals
 from headrace.ops.cuda.step import WholeStep
+from headrace.worker import step_kernel
+from headrace.worker.graphs import GraphKey
 
 NEEDS_GPU = pytest.mark.skipif(
     not torch.cuda.is_available() or unavailable(torch.cuda.get_device_capability()) is not None,
@@ -193,6 +197,100 @@ def test_a_cut_covers_the_whole_matrix_once(rows, inner):
     assert (cut.chunks - 1) * cut.chunk < cut.span <= cut.chunks * cut.chunk
     assert cut.chunk <= 1024 and cut.chunk % cut.box == 0 and cut.span % cut.box == 0
     assert cut.source_bytes(rows) <= SHARED - (140 << 10)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rows"),
+    [
+        ((576, 1536, 9, 3, 64), 8),
+        ((2048, 8192, 32, 8, 64), 8),
+        ((3072, 8192, 24, 8, 128), 4),
+        ((4096, 14336, 32, 8, 128), 4),
+        ((5120, 17408, 40, 8, 128), 0),
+    ],
+)
+def test_rows_are_those_that_were_measured(sizes, rows):
+    assert measured_rows(StepShape.of(spec_of(*sizes), 16)) == rows
+
+
+class FakeBuild:
+    """A build whose library comes with the second question, or never."""
+
+    shape, path = None, Path("library")
+
+    def __init__(self, error=None):
+        self._error, self.asked, self.stopped = error, 0, False
+
+    def ready(self):
+        self.asked += 1
+        if self.asked < 2:
+            return False
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def stop(self):
+        self.stopped = True
+
+
+@pytest.fixture
+def fake_step(monkeypatch):
+    class FakeStep:
+        most_rows = 4
+
+        def __init__(self, *parts):
+            pass
+
+        def try_launch(self):
+            pass
+
+    monkeypatch.setattr(step_kernel, "StepLibrary", lambda path: None)
+    monkeypatch.setattr(step_kernel, "WholeStep", FakeStep)
+    return FakeStep
+
+
+def kernel_of(build, limit=8):
+    class Cache:
+        pages = None
+
+    return step_kernel.StepKernel(build, limit, None, Cache())
+
+
+def test_the_chain_serves_until_the_kernel_is_compiled(fake_step):
+    kernel = kernel_of(FakeBuild())
+    small, large = GraphKey(4, 4, True, False), GraphKey(8, 8, False, False)
+    assert not kernel.serves(small) and kernel.state == "being compiled"
+    assert kernel.arrives() and not kernel.arrives()
+    assert kernel.serves(small) and not kernel.serves(large) and kernel.state == "up to 4 rows"
+    assert not kernel.serves(GraphKey(2, 4, False, False, True)) and not kernel.serves(GraphKey(2, 64, False, False))
+
+
+@pytest.mark.parametrize("where", ["compiler", "launch"])
+def test_what_went_wrong_is_said_once_and_the_chain_goes_on(fake_step, monkeypatch, capsys, where):
+    error = BuildError("nvcc ended with 1: no such thing") if where == "compiler" else None
+
+    def fails(self):
+        raise RuntimeError("no such thing")
+
+    monkeypatch.setattr(fake_step, "try_launch", fails)
+    kernel = kernel_of(FakeBuild(error))
+    assert not kernel.arrives() and not kernel.arrives()
+    assert capsys.readouterr().err.count("no such thing") == 1
+    assert kernel.state == "off" and "no such thing" in kernel.failure
+    assert not kernel.serves(GraphKey(1, 1, False, False))
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [({"step_kernel": "off"}, "as asked"), ({}, "runs on a GPU"), ({"graphs": False}, "CUDA graphs")],
+)
+def test_a_worker_says_why_it_has_no_kernel(options, reason):
+    values = {"step_kernel": "auto", "graphs": True, "dtype": "bfloat16", "invariant": False} | options
+    device = torch.device("cpu") if "graphs" not in options else torch.device("cuda")
+    choice = step_kernel.StepKernelChoice(MODELS["smollm"][0], SimpleNamespace(**values), None, device)
+    assert choice.kernel(None, None) is None
+    what, why = choice.state
+    assert what == "off" and reason in why
 
 
 def test_more_rows_than_shared_memory_holds_are_refused():

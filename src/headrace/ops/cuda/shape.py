@@ -156,6 +156,13 @@ def cut_step(shape: StepShape, vocab: int, capacity: int, room: int, processors:
     return found if len(found) == len(cuts) else None
 
 
+# bytes of a layer's weights up to which steps of so many rows were faster in the kernel than as a chain of Triton
+# kernels: the engine's time of a step on an H200, context 128 to 256. SmolLM2-135M has 7 MB, Llama-3.2-1B 122 MB, Llama-3.1-8B
+# 436 MB; of 8 rows of the last the chain is faster. What is larger was not measured.
+_MEASURED = ((125_000_000, 8), (450_000_000, 4))
+
+
 def measured_rows(shape: StepShape) -> int:
-    """Rows up to which the kernel was faster than the chain of Triton kernels, by measurement on an H200; 0: never."""
-    return MOST_ROWS
+    """Rows up to which the kernel was measured to be faster than the chain of Triton kernels; 0: never."""
+    numbers = shape.hidden * (shape.qkv_size + shape.q_size + 3 * shape.inner)
+    return next((rows for most, rows in _MEASURED if 2 * numbers <= most), 0)
