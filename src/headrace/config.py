@@ -61,6 +61,11 @@ class EngineArgs:
     )
     gpu_memory: str | int = option("90%", "GPU memory to use in all: bytes, 60GiB, or a share of what the GPU has")
     cuda_graphs: bool = option(True, "on a GPU, run decode steps as CUDA graphs")
+    step_kernel: Literal["auto", "on", "off"] = option(
+        "auto",
+        "on a Hopper GPU with nvcc, decode a few rows by one kernel for the whole step: on (where it can), auto (where "
+        "it was measured to be faster) or off",
+    )
     invariant: bool = option(
         False, "on a GPU, a request's logits do not depend, bit for bit, on the requests beside it (on a CPU: always)"
     )
@@ -185,6 +190,7 @@ class EngineArgs:
             ("scheduling", ("fcfs", "priority")),
             ("kv_dtype", ("auto", "fp32", "bf16", "int8")),
             ("quantize", ("none", "q8", "q4")),
+            ("step_kernel", ("auto", "on", "off")),
             ("speculate", SPECULATE),
             ("verify", ("same", "residual")),
         ):
@@ -220,6 +226,7 @@ class EngineConfig:
     verify: str = "same"
     synthetic_acceptance: float | None = None
     graphs: bool = False
+    step_kernel: str = "off"
     invariant: bool = False
     ttft_slo: float | None = None  # seconds
     itl_slo: float | None = None  # seconds

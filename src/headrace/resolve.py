@@ -360,6 +360,7 @@ def resolve(
         device="cpu" if gpu is None else "cuda",
         dtype=dtype,
         graphs=gpu is not None and args.cuda_graphs,
+        step_kernel=args.step_kernel if gpu is not None else "off",
         invariant=args.invariant,
         ttft_slo=None if args.ttft_slo is None else args.ttft_slo / 1e3,
         itl_slo=None if args.itl_slo is None else args.itl_slo / 1e3,

@@ -42,12 +42,26 @@ def gpu(measure: bool = True) -> Section:
         else:
             state = f"refused: {missing}" if missing else f"only where asked for: attention_backend={name}"
         section.add(f"attention {name}", f"{state}; KV as {', '.join(sorted(backend.caps.kv_formats))}")
+    _step_kernel(section, facts.capability)
     _tables(section)
     if measure:
         rates = gpu_machine_facts(facts.name)
         section.add("reading", f"{rates.read_bandwidth / 1e12:.2f} TB/s")
         section.add("bfloat16", f"{rates.flops / 1e12:.0f} TFLOP/s in a large product")
     return section
+
+
+def _step_kernel(section: Section, capability: tuple[int, int]) -> None:
+    """Whether decode steps of a few rows can run as one kernel, which nvcc compiles at first use."""
+    from headrace.ops.cuda.library import compiler_version, find_compiler, library_folder, unavailable
+
+    compiler = find_compiler()
+    if (missing := unavailable(capability)) is not None or compiler is None:
+        section.add("step kernel", f"not used: {missing}")
+        return
+    count = len(list(library_folder().glob("step_*.so")))
+    version = compiler_version(compiler)
+    section.add("step kernel", f"compiled at first use by nvcc {version} ({compiler}); {count} are there")
 
 
 def _tables(section: Section) -> None:

@@ -97,6 +97,12 @@ class RotaryEmbedding:
         self._grow(length)
         self._placed = place(self._cos), place(self._sin)
 
+    @property
+    def tables(self) -> tuple[Array, Array]:
+        """cos and sin, float32 [positions, rotary_dim / 2], where `prepare` has put them."""
+        assert self._placed is not None
+        return self._placed
+
     def at(self, positions: Array) -> tuple[Array, Array]:
         """cos and sin, float32 [T, rotary_dim / 2], of positions [T], attention factor included."""
         if self._placed is not None:

@@ -43,6 +43,7 @@ from headrace.worker.device_speculation import Speculation
 from headrace.worker.device_table import DeviceTable
 from headrace.worker.device_trees import StepTrees
 from headrace.worker.graphs import GraphKey, GraphLauncher
+from headrace.worker.step_kernel import StepKernel
 
 _RING = 4  # results on their way to the host: more than there can be steps in flight
 
@@ -163,12 +164,15 @@ class DeviceRunner:
         trees: bool = False,
         keep: Keep = Keep.NOTHING,
         acceptance: float | None = None,
+        step_kernel: StepKernel | None = None,
     ):
         """`most_drafts`: of a span. Steps of spans no longer than 1 + these have graphs of their own. `ring`: more than
         there can be steps in flight. `trees`: drafts may be token trees. `keep` and `acceptance`: see draw_and_commit,
-        which takes both from chains of drafts alone."""
+        which takes both from chains of drafts alone. `step_kernel` runs padded steps that it serves; it leaves no
+        features."""
         self._model, self._cache, self._table, self._backend, self._sampler = model, cache, table, backend, sampler
         self._layers = model.attention_layers
+        self._step_kernel = step_kernel
         device = table.view.words.device
         max_rows = table.view.max_rows
         layer = self._layers[0]
@@ -274,6 +278,10 @@ class DeviceRunner:
     @torch.inference_mode()
     def idle(self) -> bool:
         """No step is in flight: capture a graph that repays. Whether one was, and there may be more."""
+        if self._step_kernel is not None and self._step_kernel.arrives():
+            self.launcher.forget(self._step_kernel.serves)
+            self.launcher.prepare()
+            return True
         return self.launcher.capture_idle()
 
     def _trees(self, plan: StepPlan) -> StepTrees | None:
@@ -309,7 +317,7 @@ class DeviceRunner:
     def close(self) -> None:
         """Give the graphs, the cache and the model back, whoever still holds this runner."""
         self.launcher.clear()
-        del self._model, self._cache, self._backend, self._logits
+        del self._model, self._cache, self._backend, self._logits, self._step_kernel
 
     def flush(self) -> None:
         """The GPU learns what has changed in the table."""
@@ -317,7 +325,14 @@ class DeviceRunner:
             patch(self._table.view.words, *patches)
 
     def _padded(self, key: GraphKey) -> None:
-        self._step(self._builder.padded_batch(key), key.warm, key.cut)
+        batch = self._builder.padded_batch(key)
+        if self._step_kernel is None or not self._step_kernel.serves(key):
+            self._step(batch, key.warm, key.cut)
+            return
+        view = self._table.view
+        build_inputs(view, batch.spans, batch.longest, self._cache.layout.block_size)
+        logits = self._step_kernel.logits(batch)
+        draw_and_commit(view, batch.spans, batch.lines, logits, key.warm, key.cut, self._drawn)
 
     def _step_or_too_large(self, batch: DeviceBatch, warm: bool, cut: bool) -> torch.Tensor:
         try:

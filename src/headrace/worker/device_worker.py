@@ -29,6 +29,7 @@ from headrace.worker.device_runner import DeviceRunner, FinishedStep, PendingSte
 from headrace.worker.device_speculation import Speculation
 from headrace.worker.device_table import DeviceTable, Hosts
 from headrace.worker.drafting import DraftSource, make_sampler
+from headrace.worker.step_kernel import StepKernelChoice
 from headrace.worker.transfer import WeightTransfer
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -71,6 +72,8 @@ class DeviceWorker:
         def place(array: np.ndarray) -> torch.Tensor:
             return torch.from_numpy(np.array(array)).to(device)
 
+        # compiled, if need be, while the weights are read
+        self.step_kernel = StepKernelChoice(spec, config, layout, device)
         with torch.inference_mode(), _memory_errors_explained():
             with WeightTransfer(device) as transfer:
                 self.model = build_model(spec, WeightSource(checkpoint, place, transfer), scheme)
@@ -95,20 +98,23 @@ class DeviceWorker:
             self.proposer = make_device_proposer(
                 config, self.model, scheme, draft, dtype, device, place, grammars
             )
+            cache, speculation = DeviceKVCache(layout, dtype, device), None
+            if config.proposers:
+                speculation = Speculation(table, self.proposer, config.max_draft_tokens, config.draft_tree)
+            features = speculation is not None and speculation.wants_features
             self._runner = DeviceRunner(
                 self.model,
-                DeviceKVCache(layout, dtype, device),
+                cache,
                 table,
                 backend,
                 make_sampler(config, grammars),
                 config.max_num_batched_tokens,
                 graphs=config.graphs,
-                speculation=Speculation(table, self.proposer, config.max_draft_tokens, config.draft_tree)
-                if config.proposers
-                else None,
+                speculation=speculation,
                 most_drafts=most,
                 trees=config.draft_tree > 0,
                 acceptance=config.synthetic_acceptance,
+                step_kernel=None if features else self.step_kernel.kernel(self.model, cache),
             )
 
     @property
@@ -160,6 +166,7 @@ class DeviceWorker:
         """Let go of the model, the cache and the graphs."""
         if self._ahead is not None:
             self._ahead.stop()
+        self.step_kernel.stop()
         self._runner.close()
         self.proposer.close()
         del self._runner, self.model, self.proposer

@@ -149,6 +149,10 @@ class Graphs(Generic[K]):
         self._graphs.clear()
         self.enabled = False
 
+    def forget(self, stale: Callable[[K], bool]) -> None:
+        """Drop graphs that are to be captured anew; no step may be in flight."""
+        self._graphs = {key: graph for key, graph in self._graphs.items() if not stale(key)}
+
     def _capture(self, key: K) -> bool:
         """Whether it could be done; if not, no graph is tried again, and why is said once."""
         started = time.perf_counter()
@@ -247,11 +251,12 @@ class GraphLauncher(Graphs[GraphKey]):
             yield GraphKey(self._mixed_rows[-1], self._tokens[-1], False, False)  # of its own size
 
     def prepare(self) -> None:
-        """Capture the graphs of small greedy decode steps."""
+        """Capture the graphs of small greedy decode steps that are not there."""
         if self.enabled and self._capturing:
             for size in self._rows:
-                if size <= AT_START and self._capturing_failed is None:
-                    self._capture(GraphKey(size, size, False, False))
+                key = GraphKey(size, size, False, False)
+                if size <= AT_START and self._capturing_failed is None and key not in self._graphs:
+                    self._capture(key)
 
     def observe(self, key: GraphKey, replayed: bool, sent: float, ran: float) -> None:
         """A step that a graph could have served, or did, took the host `sent` seconds to send, the GPU `ran` to run."""

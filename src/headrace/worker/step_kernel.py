@@ -1,0 +1,116 @@
+"""StepKernel: whether, and from when on, decode steps of a few rows run as one CUDA kernel (ops/cuda)."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from headrace.config import EngineConfig
+from headrace.core.kv_layout import KVLayout
+from headrace.models.blocks import CausalLM
+from headrace.models.spec import ModelSpec
+from headrace.ops.cuda.library import Build, BuildError, StepLibrary, find_compiler, unavailable
+from headrace.ops.cuda.shape import MOST_ROWS, StepShape, measured_rows, refusals
+from headrace.ops.cuda.step import WholeStep
+from headrace.worker.device_batch import DeviceBatch
+from headrace.worker.device_cache import DeviceKVCache
+from headrace.worker.graphs import GraphKey
+
+
+class StepKernel:
+    """The kernel of one model, once it is compiled; until then it serves nothing."""
+
+    def __init__(self, build: Build, limit: int, model: CausalLM, cache: DeviceKVCache):
+        """Steps of up to `limit` rows are served."""
+        self._build: Build | None = build
+        self._limit, self._model, self._cache = limit, model, cache
+        self._whole: WholeStep | None = None
+        self.failure: str | None = None
+        self.arrives()
+
+    def arrives(self) -> bool:
+        """Whether the kernel can be used from now on and could not before. Where it turns out that it never will be,
+        that is said once."""
+        build = self._build
+        try:
+            if build is None or not build.ready():
+                return False
+            self._build = None
+            library = StepLibrary(build.path)
+            whole = WholeStep(library, build.shape, self._model, self._cache.pages)
+            whole.try_launch()
+            self._limit, self._whole = min(self._limit, whole.most_rows), whole
+        except (BuildError, RuntimeError, ValueError) as error:
+            self._build, self.failure = None, str(error)
+            print(f"headrace: no kernel for whole decode steps: {error}", file=sys.stderr)
+            return False
+        return True
+
+    @property
+    def state(self) -> str:
+        """For a person."""
+        if self.failure is not None:
+            return "off"
+        return f"up to {self._limit} rows" if self._whole is not None else "being compiled"
+
+    def serves(self, key: GraphKey) -> bool:
+        """Whether padded steps of this size are to run in the kernel."""
+        return self._whole is not None and key.decodes and key.num_rows <= self._limit
+
+    def logits(self, batch: DeviceBatch) -> torch.Tensor:
+        """float32 [R, V] of a padded decode step of R rows whose inputs are in place; see WholeStep."""
+        assert self._whole is not None
+        return self._whole.logits(batch.spans, batch.block_tables[0], batch.num_decode_rows)
+
+
+class StepKernelChoice:
+    """What a worker decides of the kernel before it has a model, so that the compiler runs meanwhile."""
+
+    def __init__(self, spec: ModelSpec, config: EngineConfig, layout: KVLayout, device: torch.device):
+        self._build: Build | None = None
+        self._kernel: StepKernel | None = None
+        self._limit = 0
+        self._reason = self._why_not(spec, config, device)
+        if self._reason is None:
+            shape = StepShape.of(spec, layout.block_size)
+            self._limit = MOST_ROWS if config.step_kernel == "on" else measured_rows(shape)
+            self._reason = None if self._limit else "not measured to be faster for this shape (step_kernel=on takes it)"
+        compiler = find_compiler()
+        if self._reason is None and compiler is not None:
+            try:
+                self._build = Build(shape, compiler)
+            except (BuildError, OSError) as error:
+                self._reason = str(error)
+
+    @staticmethod
+    def _why_not(spec: ModelSpec, config: EngineConfig, device: torch.device) -> str | None:
+        if config.step_kernel == "off":
+            return "as asked"
+        if device.type != "cuda":
+            return f"runs on a GPU, not on {device.type}"
+        if not config.graphs:
+            return "only steps in CUDA graphs use it"
+        missing = refusals(spec, config.dtype, config.invariant)
+        if (lacking := unavailable(torch.cuda.get_device_capability(device))) is not None:
+            missing.append(lacking)
+        return "; ".join(missing) or None
+
+    def kernel(self, model: CausalLM, cache: DeviceKVCache) -> StepKernel | None:
+        """The kernel for this model and cache, which may still be at the compiler; None: there is none."""
+        if self._build is not None:
+            self._kernel = StepKernel(self._build, self._limit, model, cache)
+        return self._kernel
+
+    @property
+    def state(self) -> tuple[str, str]:
+        """(what is done, why) for a person."""
+        if self._kernel is None:
+            return "off", self._reason or "features of the model are drafted from, which it does not keep"
+        return self._kernel.state, self._kernel.failure or "one kernel for a whole decode step"
+
+    def stop(self) -> None:
+        """End a compiler that runs, and let go of the model and the cache."""
+        if self._build is not None:
+            self._build.stop()
+        self._kernel = None
