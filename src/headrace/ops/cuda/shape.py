@@ -157,8 +157,8 @@ def cut_step(shape: StepShape, vocab: int, capacity: int, room: int, processors:
 
 
 # bytes of a layer's weights up to which steps of so many rows were faster in the kernel than as a chain of Triton
-# kernels: the engine's time of a step on an H200, context 128 to 256. SmolLM2-135M has 7 MB, Llama-3.2-1B 122 MB, Llama-3.1-8B
-# 436 MB; of 8 rows of the last the chain is faster. What is larger was not measured.
+# kernels: the engine's time of a step on an H200, context 128 to 256. SmolLM2-135M has 7 MB, Llama-3.2-1B 122 MB,
+# Llama-3.1-8B 436 MB; of 8 rows of the last the chain is faster. What is larger was not measured.
 _MEASURED = ((125_000_000, 8), (450_000_000, 4))
 
 
