@@ -87,7 +87,9 @@ class Build:
         digest.update("\0".join([*self._command, compiler_version(compiler)]).encode())
         folder = library_folder() if folder is None else folder
         self.path = folder / f"step_{shape.label}_{digest.hexdigest()[:16]}.so"
-        self._process: subprocess.Popen[str] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        # a pipe that nobody reads would stop a compiler that says much
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115
         self._made: Path | None = None
         if not self.path.exists():
             folder.mkdir(parents=True, exist_ok=True)
@@ -97,7 +99,7 @@ class Build:
             self._made = Path(name)
             command = [*self._command, "-o", name, str(SOURCES / "step.cu")]
             self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+                command, stdin=subprocess.DEVNULL, stdout=self._said, stderr=subprocess.STDOUT
             )
 
     def ready(self, wait: bool = False) -> bool:
@@ -107,12 +109,14 @@ class Build:
             return True
         if not wait and process.poll() is None:
             return False
-        said, _ = process.communicate()
+        process.wait()
         self._process = None
         assert self._made is not None
         if process.returncode:
             self._made.unlink(missing_ok=True)
-            raise BuildError(f"nvcc ended with {process.returncode}: {said.strip()[-2000:]}")
+            self._said.seek(0)
+            said = self._said.read().decode(errors="replace").strip()
+            raise BuildError(f"nvcc ended with {process.returncode}: {said[-2000:]}")
         self._made.chmod(0o755)
         self._made.replace(self.path)
         return True
@@ -122,7 +126,7 @@ class Build:
         process, self._process = self._process, None
         if process is not None:
             process.kill()
-            process.communicate()
+            process.wait()
             if self._made is not None:
                 self._made.unlink(missing_ok=True)
 
