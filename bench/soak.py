@@ -255,7 +255,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=6.0, help="of both engines together (6)")
     parser.add_argument("--speculate", default="ngram", help="of the second engine (ngram)")
     parser.add_argument("--growth-mib", type=float, default=48.0, help="of the process, beyond the first third (48)")
-    parser.add_argument("--graph-mib", type=float, default=2.0, help="for each CUDA graph that is captured (2)")
+    parser.add_argument("--graph-mib", type=float, default=3.0, help="for each CUDA graph that is captured (3)")
     parser.add_argument("--device-growth-mib", type=float, default=256.0, help="of the GPU (256)")
     parser.add_argument("--compare", type=int, default=24, help="greedy requests of each engine run again (24)")
     parser.add_argument("--seed", type=int, default=0)

@@ -43,10 +43,11 @@ class OneRun:
 def repeat_runs(plan: PlanBuilder, visits: Visits, kv: KVCacheManager, max_len: int) -> list[tuple[str, ...]]:
     """Give a step of decodes more runs, if they are wanted, all requests may have them, and memory is there for them;
     the decisions then. `max_len`: tokens that a request may have at most."""
-    if plan.others or plan.prefilling or not all(request.repeats for request in plan.requests):
+    runs = visits.runs(len(plan.requests))
+    if runs < 2 or plan.others or plan.prefilling or not all(request.repeats for request in plan.requests):
         return []
     of_use = max(request.max_len - start - 1 for request, start in zip(plan.requests, plan.starts, strict=True))
-    runs = min(visits.runs(len(plan.requests)), of_use, max_len - max(plan.starts))
+    runs = min(runs, of_use, max_len - max(plan.starts))
     if runs < 2:
         return []
     for request, start in zip(plan.requests, plan.starts, strict=True):
