@@ -9,10 +9,11 @@ import torch
 from whole_step_model import StepInputs, make_model, reference_step, spec_of
 
 from headrace.ops.cuda.library import Build, BuildError, StepLibrary, compiler_version, find_compiler, unavailable
-from headrace.ops.cuda.shape import SHARED, StepShape, cut_product, cut_step, measured_rows, refusals
-from headrace.ops.cuda.step import WholeStep
+from headrace.ops.cuda.shape import SHARED, cut_product, cut_step, measured_rows
 from headrace.worker import step_kernel
 from headrace.worker.graphs import GraphKey
+from headrace.worker.step_kernel import refusals, shape_of
+from headrace.worker.whole_step import WholeStep
 
 NEEDS_GPU = pytest.mark.skipif(
     not torch.cuda.is_available() or unavailable(torch.cuda.get_device_capability()) is not None,
@@ -41,8 +42,7 @@ def builds(tmp_path_factory):
     """All at once, each by a process of its own."""
     folder = tmp_path_factory.mktemp("cuda")
     made = {
-        name: Build(StepShape.of(spec, page), find_compiler(), folder, PATIENCE)
-        for name, (spec, page) in MODELS.items()
+        name: Build(shape_of(spec, page), find_compiler(), folder, PATIENCE) for name, (spec, page) in MODELS.items()
     }
     yield made
     for build in made.values():
@@ -135,7 +135,7 @@ def test_steps_of_padding_only_write_nothing(made):
 
 @NEEDS_NVCC
 def test_a_build_is_made_once(tmp_path):
-    shape = StepShape.of(MODELS["smollm"][0], 16)
+    shape = shape_of(MODELS["smollm"][0], 16)
     build = Build(shape, find_compiler(), tmp_path)
     assert build.ready(wait=True) and build.path.exists()
     again = Build(shape, find_compiler(), tmp_path)
@@ -146,7 +146,7 @@ def test_a_build_is_made_once(tmp_path):
 
 @NEEDS_NVCC
 def test_a_compilers_words_are_kept(tmp_path):
-    shape = replace(StepShape.of(MODELS["smollm"][0], 16), head_dim=80)
+    shape = replace(shape_of(MODELS["smollm"][0], 16), head_dim=80)
     build = Build(shape, find_compiler(), tmp_path)
     with pytest.raises(BuildError, match="heads are of 64 or 128"):
         build.ready(wait=True)
@@ -210,7 +210,7 @@ def test_a_cut_covers_the_whole_matrix_once(rows, inner):
     ],
 )
 def test_rows_are_those_that_were_measured(sizes, rows):
-    assert measured_rows(StepShape.of(spec_of(*sizes), 16)) == rows
+    assert measured_rows(shape_of(spec_of(*sizes), 16)) == rows
 
 
 class FakeBuild:
@@ -294,6 +294,6 @@ def test_a_worker_says_why_it_has_no_kernel(options, reason):
 
 
 def test_more_rows_than_shared_memory_holds_are_refused():
-    shape = StepShape.of(spec_of(8192, 28672, 64, 8, 128), 16)
+    shape = shape_of(spec_of(8192, 28672, 64, 8, 128), 16)
     assert cut_step(shape, 128256, 8, 80 << 10, 132) is None
     assert cut_step(shape, 128256, 4, 80 << 10, 132) is not None

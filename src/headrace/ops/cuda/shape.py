@@ -1,10 +1,8 @@
-"""What the kernel of a whole decode step is built for, which models it can serve, and how their products are cut."""
+"""What the kernel of a whole decode step is built for, and how the products of a model are cut for it."""
 
 from __future__ import annotations
 
 from dataclasses import astuple, dataclass, fields
-
-from headrace.models.spec import ModelSpec
 
 MOST_ROWS = 8  # tokens of a step: the short side of the matrix unit
 TILE = 16  # rows of a weight in an item
@@ -12,9 +10,8 @@ STAGE = 32768  # bytes of a stage of weights
 SHARED = (227 << 10) - 1024  # bytes of shared memory that a program may have on Hopper, less the kernel's own
 _BESIDE_FOUR = 86 << 10  # bytes that are left beside a ring of four stages
 LEAST_KEYS = 256  # of a part of a context: cutting finer costs more in adding up than it saves
-_SLICE = 64  # inner elements that a warp takes at a time
+SLICE = 64  # inner elements that a warp takes at a time
 _MOST_SPLIT_ITEMS = 32  # of a processor: bits of a word
-_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 
 
 @dataclass(frozen=True)
@@ -31,16 +28,6 @@ class StepShape:
     bias: int  # of q, k and v: 0 or 1
     qk_norm: int
     gelu: int  # GELU in its tanh form instead of SiLU
-
-    @classmethod
-    def of(cls, spec: ModelSpec, block_size: int) -> StepShape:
-        """That of a model that `refusals` has nothing against."""
-        rotating = spec.head_dim if spec.rope.rotary_dim is None else spec.rope.rotary_dim
-        return cls(
-            hidden=spec.hidden_size, inner=spec.intermediate_size, heads=spec.num_heads, kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim, half=rotating // 2, page=block_size, bias=int(spec.qkv_bias),
-            qk_norm=int(spec.qk_norm), gelu=_ACTIVATIONS[spec.activation],
-        )  # fmt: skip
 
     def macros(self) -> list[str]:
         """Options of the compiler."""
@@ -65,39 +52,6 @@ class StepShape:
     @property
     def qkv_size(self) -> int:
         return (self.heads + 2 * self.kv_heads) * self.head_dim
-
-
-def refusals(spec: ModelSpec, dtype: str, invariant: bool) -> list[str]:
-    """Every reason why no kernel can run a whole step of this model; empty when one can."""
-    reasons = []
-    if dtype != "bfloat16":
-        reasons.append(f"computes in bfloat16, not {dtype}")
-    if invariant:
-        reasons.append("is not invariant")
-    if spec.family not in ("llama", "mistral", "phi3", "qwen2", "qwen3"):
-        reasons.append(f"knows layers like a Llama's, not those of {spec.family}")
-    if spec.moe is not None:
-        reasons.append("has no experts")
-    if any(window is not None for window in spec.windows):
-        reasons.append("has no sliding window")
-    if spec.attention_soft_cap is not None or spec.logit_soft_cap is not None:
-        reasons.append("has no soft cap")
-    if spec.attention_sinks:
-        reasons.append("has no attention sinks")
-    if spec.qk_norm_whole:
-        reasons.append("norms heads one by one")
-    if spec.output_bias or spec.mlp_bias:
-        reasons.append("has biases of q, k and v alone")
-    if spec.activation not in _ACTIVATIONS:
-        reasons.append(f"has no activation {spec.activation}")
-    if spec.head_dim not in (64, 128):
-        reasons.append(f"has heads of 64 or 128, not {spec.head_dim}")
-    if spec.num_heads // spec.num_kv_heads > 16:
-        reasons.append("lets at most 16 query heads share a key head")
-    for name, size in (("hidden size", spec.hidden_size), ("intermediate size", spec.intermediate_size)):
-        if size % _SLICE:
-            reasons.append(f"needs a multiple of {_SLICE}, not the {name} {size}")
-    return reasons
 
 
 @dataclass(frozen=True)
@@ -127,7 +81,7 @@ def cut_product(
     tile = TILE // 2 if gated else TILE
     for splits in range(1, 17 if may_split else 2):
         # a processor's items must all be of one split, whose source it holds
-        if processors % splits or inner % (splits * _SLICE):
+        if processors % splits or inner % (splits * SLICE):
             continue
         span = inner // splits
         chunks = -(-span // (STAGE // (2 * TILE)))
