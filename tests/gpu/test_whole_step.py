@@ -42,8 +42,7 @@ def builds(tmp_path_factory):
     """All at once, each by a process of its own."""
     folder = tmp_path_factory.mktemp("cuda")
     made = {
-        name: Build(shape_of(spec, page), find_compiler(), folder, PATIENCE)
-        for name, (spec, page) in MODELS.items()
+        name: Build(shape_of(spec, page), find_compiler(), folder, PATIENCE) for name, (spec, page) in MODELS.items()
     }
     yield made
     for build in made.values():

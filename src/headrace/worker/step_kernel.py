@@ -20,6 +20,49 @@ from headrace.worker.whole_step import WholeStep
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 
 
+def refusals(spec: ModelSpec, dtype: str, invariant: bool) -> list[str]:
+    """Every reason why no kernel can run a whole step of this model; empty when one can."""
+    reasons = []
+    if dtype != "bfloat16":
+        reasons.append(f"computes in bfloat16, not {dtype}")
+    if invariant:
+        reasons.append("is not invariant")
+    if spec.family not in ("llama", "mistral", "phi3", "qwen2", "qwen3"):
+        reasons.append(f"knows layers like a Llama's, not those of {spec.family}")
+    if spec.moe is not None:
+        reasons.append("has no experts")
+    if any(window is not None for window in spec.windows):
+        reasons.append("has no sliding window")
+    if spec.attention_soft_cap is not None or spec.logit_soft_cap is not None:
+        reasons.append("has no soft cap")
+    if spec.attention_sinks:
+        reasons.append("has no attention sinks")
+    if spec.qk_norm_whole:
+        reasons.append("norms heads one by one")
+    if spec.output_bias or spec.mlp_bias:
+        reasons.append("has biases of q, k and v alone")
+    if spec.activation not in _ACTIVATIONS:
+        reasons.append(f"has no activation {spec.activation}")
+    if spec.head_dim not in (64, 128):
+        reasons.append(f"has heads of 64 or 128, not {spec.head_dim}")
+    if spec.num_heads // spec.num_kv_heads > 16:
+        reasons.append("lets at most 16 query heads share a key head")
+    for name, size in (("hidden size", spec.hidden_size), ("intermediate size", spec.intermediate_size)):
+        if size % SLICE:
+            reasons.append(f"needs a multiple of {SLICE}, not the {name} {size}")
+    return reasons
+
+
+def shape_of(spec: ModelSpec, block_size: int) -> StepShape:
+    """What a kernel is built for, of a model that `refusals` has nothing against."""
+    rotating = spec.head_dim if spec.rope.rotary_dim is None else spec.rope.rotary_dim
+    return StepShape(
+        hidden=spec.hidden_size, inner=spec.intermediate_size, heads=spec.num_heads, kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim, half=rotating // 2, page=block_size, bias=int(spec.qkv_bias),
+        qk_norm=int(spec.qk_norm), gelu=_ACTIVATIONS[spec.activation],
+    )  # fmt: skip
+
+
 class StepKernel:
     """The kernel of one model, once it is compiled; until then it serves nothing."""
 
@@ -116,46 +159,3 @@ class StepKernelChoice:
         if self._build is not None:
             self._build.stop()
         self._kernel = None
-
-
-def shape_of(spec: ModelSpec, block_size: int) -> StepShape:
-    """That of a model that `refusals` has nothing against."""
-    rotating = spec.head_dim if spec.rope.rotary_dim is None else spec.rope.rotary_dim
-    return StepShape(
-        hidden=spec.hidden_size, inner=spec.intermediate_size, heads=spec.num_heads, kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim, half=rotating // 2, page=block_size, bias=int(spec.qkv_bias),
-        qk_norm=int(spec.qk_norm), gelu=_ACTIVATIONS[spec.activation],
-    )  # fmt: skip
-
-
-def refusals(spec: ModelSpec, dtype: str, invariant: bool) -> list[str]:
-    """Every reason why no kernel can run a whole step of this model; empty when one can."""
-    reasons = []
-    if dtype != "bfloat16":
-        reasons.append(f"computes in bfloat16, not {dtype}")
-    if invariant:
-        reasons.append("is not invariant")
-    if spec.family not in ("llama", "mistral", "phi3", "qwen2", "qwen3"):
-        reasons.append(f"knows layers like a Llama's, not those of {spec.family}")
-    if spec.moe is not None:
-        reasons.append("has no experts")
-    if any(window is not None for window in spec.windows):
-        reasons.append("has no sliding window")
-    if spec.attention_soft_cap is not None or spec.logit_soft_cap is not None:
-        reasons.append("has no soft cap")
-    if spec.attention_sinks:
-        reasons.append("has no attention sinks")
-    if spec.qk_norm_whole:
-        reasons.append("norms heads one by one")
-    if spec.output_bias or spec.mlp_bias:
-        reasons.append("has biases of q, k and v alone")
-    if spec.activation not in _ACTIVATIONS:
-        reasons.append(f"has no activation {spec.activation}")
-    if spec.head_dim not in (64, 128):
-        reasons.append(f"has heads of 64 or 128, not {spec.head_dim}")
-    if spec.num_heads // spec.num_kv_heads > 16:
-        reasons.append("lets at most 16 query heads share a key head")
-    for name, size in (("hidden size", spec.hidden_size), ("intermediate size", spec.intermediate_size)):
-        if size % SLICE:
-            reasons.append(f"needs a multiple of {SLICE}, not the {name} {size}")
-    return reasons

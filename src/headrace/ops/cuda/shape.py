@@ -1,4 +1,4 @@
-"""What the kernel of a whole decode step is built for, and how products are cut for it."""
+"""What the kernel of a whole decode step is built for, and how the products of a model are cut for it."""
 
 from __future__ import annotations
 
