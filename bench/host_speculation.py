@@ -3,10 +3,11 @@
     .venv/bin/python bench/host_speculation.py [--rows 1 8 64] [--only CASE ...] [--profile] [--json FILE]
 
 Of engines that draft all runs but the kernels, as in bench/host_offline.py: policies, scheduler, tables, batches and
-patches, what drafting networks are sent, results, ledger. The made-up GPU accepts each draft with a probability; its own
-time is left out. Told are this process's microseconds on the processor a step, what a step without drafts takes
-subtracted, and calls of torch (copies, launches) a step: what CUDA's driver takes for those is not in the times. Needs
-torch and triton, of any kind.
+patches, what drafting networks are sent, results, ledger. The made-up GPU accepts each draft with a probability; its
+own time is left out. Told are, a step: this process's microseconds on the processor; those beyond what a step without
+drafts takes; those for which a GPU would stand still, from when the host had waited for all that it had sent to the
+next launch; and calls of torch (copies, launches). What CUDA's driver takes for those is not in the times. Needs torch
+and triton, of any kind.
 """
 
 from __future__ import annotations
@@ -50,14 +51,24 @@ ROUNDS = 9
 
 
 class Gpu:
-    """Draws and accepts at once; `seconds` is what that took on the processor."""
+    """Draws and accepts at once; `seconds` is what that took on the processor, `idle` how long it stood still."""
 
     def __init__(self) -> None:
         self.random = np.random.default_rng(0)
-        self.seconds = 0.0
+        self.seconds, self.idle = 0.0, 0.0
+        self.launches = 0
+        self.ended: float | None = None  # when the host learnt that nothing runs
+
+    def launch(self) -> float:
+        started = time.thread_time()
+        self.launches += 1
+        if self.ended is not None:
+            self.idle += started - self.ended
+            self.ended = None
+        return started
 
     def step(self, runner: Any, batch: Any, warm: bool, cut: bool) -> None:
-        started = time.thread_time()
+        started = self.launch()
         drawn, count = runner._drawn.numpy(), int(batch.spans.num_rows[0])
         drawn[:count, 0] = self.random.integers(10, 10 + WORDS, count)
         if batch.lines.num_drafts is not None and type(runner) is runner_module.DeviceRunner:
@@ -74,20 +85,25 @@ class Gpu:
         self.seconds += time.thread_time() - started
 
     def chain(self, runner: Any, key: Any) -> None:
-        started = time.thread_time()
+        started = self.launch()
         drawn = runner._chain_drawn.numpy()
         drawn[:] = self.random.integers(10, 10 + WORDS, drawn.shape)
         self.seconds += time.thread_time() - started
 
 
 class Mark:
-    """An event whose work is done."""
+    """An event of a GPU whose work is always done."""
+
+    def __init__(self, gpu: Gpu):
+        self._gpu = gpu
+        self._launches = 0
 
     def record(self, *stream: Any) -> None:
-        pass
+        self._launches = self._gpu.launches
 
     def synchronize(self) -> None:
-        pass
+        if self._launches == self._gpu.launches:
+            self._gpu.ended = time.thread_time()
 
     def elapsed_time(self, other: Mark) -> float:
         return 1e3 * STEP
@@ -128,6 +144,7 @@ class NoGpu:
 
     attention_backend = "none"
     attention_refusals = ()
+    gpu = Gpu()
 
     def __init__(self, spec: Any, checkpoint: Any, config: Any, layout: Any, backend: Any, grammars: Any, draft: Any):
         self.model, device, rows = Model(spec), torch.device("cpu"), config.max_num_seqs
@@ -141,7 +158,7 @@ class NoGpu:
             passes = networks.Passes(
                 model, draft.layout, BACKEND, config, torch.bfloat16, device, networks.CATCH_UP
             )
-            mark(passes._runner)
+            mark(passes._runner, self.gpu)
             length, most = config.max_model_len, config.max_draft_tokens
             runner: Any = networks.DeviceDraftRunner(model, passes, draft.layout, length)
             if draft.head is not None:
@@ -154,7 +171,7 @@ class NoGpu:
             self.model, no_cache(layout), table, BACKEND, Sampler([]), config.max_num_batched_tokens, graphs=True,
             speculation=speculation, most_drafts=config.max_draft_tokens if config.proposers else 0,
         )  # fmt: skip
-        mark(self.runner)
+        mark(self.runner, self.gpu)
 
     def execute(self, plan: StepPlan) -> Any:
         return self.runner.execute(plan)
@@ -163,9 +180,12 @@ class NoGpu:
         pass
 
 
-def mark(runner: Any) -> None:
+def mark(runner: Any, gpu: Gpu) -> None:
+    """Give a runner the events that it has on a GPU."""
     for slot in runner._slots:
-        slot.started = slot.finished = Mark()
+        slot.started, slot.finished = Mark(gpu), Mark(gpu)
+    if isinstance(runner, ChainRunner):
+        runner._begun, runner._landed = Mark(gpu), Mark(gpu)  # type: ignore[assignment]
 
 
 class Calls(TorchDispatchMode):
@@ -199,8 +219,8 @@ def decide(policy: Any, drafting: bool) -> None:
         policy._wanted, policy._learn = drafting, lambda rate: policy._begin()
 
 
-def measure(gpu: Gpu, options: dict[str, Any], rows: int, profile: bool) -> tuple[float, float, float]:
-    """(microseconds, calls of torch, tokens) a step."""
+def measure(gpu: Gpu, options: dict[str, Any], rows: int, profile: bool) -> tuple[float, float, float, float]:
+    """(microseconds, those for which the GPU stands still, calls of torch, tokens) a step."""
     options = dict(options)
     drafting = options.pop("drafting", True)
     if options.get("speculate") == "draft":
@@ -220,11 +240,12 @@ def measure(gpu: Gpu, options: dict[str, Any], rows: int, profile: bool) -> tupl
                 engine.step()
 
         run(120)
-        found = []
+        found, idle = [], []
         for _ in range(ROUNDS):
-            started, aside = time.process_time(), gpu.seconds
+            started, aside, still = time.process_time(), gpu.seconds, gpu.idle
             run(steps)
             found.append((time.process_time() - started - (gpu.seconds - aside)) / steps)
+            idle.append((gpu.idle - still) / steps)
         before = sum(request.num_output for request in scheduler.running)
         with Calls() as calls:
             run(steps)
@@ -234,7 +255,8 @@ def measure(gpu: Gpu, options: dict[str, Any], rows: int, profile: bool) -> tupl
                 run(2 * steps)
             pstats.Stats(profiler).sort_stats("tottime").print_stats(45)
         engine.core.abort([request.id for request in list(scheduler.running)])
-        return 1e6 * statistics.median(found), calls.count / steps, (after - before) / steps
+        took, still = (1e6 * statistics.median(each) for each in (found, idle))
+        return took, still, calls.count / steps, (after - before) / steps
 
 
 def replace_kernels(gpu: Gpu) -> None:
@@ -265,22 +287,23 @@ def main() -> None:
     parser.add_argument("--json", help="file of results to write")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    gpu, results = Gpu(), []
+    gpu, results = NoGpu.gpu, []
     replace_kernels(gpu)
-    print(f"{'':34}{'us a step':>12}{'added':>10}{'may add':>10}{'torch calls':>14}{'tokens':>10}")
+    print(f"{'':34}{'us a step':>12}{'added':>10}{'may add':>10}{'GPU still':>12}{'torch calls':>13}{'tokens':>9}")
     for rows in arguments.rows:
         plain = 0.0
         for name, options in CASES.items():
             if name != "plain" and name not in arguments.only:
                 continue
-            took, calls, tokens = measure(gpu, options, rows, arguments.profile and name in arguments.only)
+            took, still, calls, tokens = measure(gpu, options, rows, arguments.profile and name in arguments.only)
             plain = took if name == "plain" else plain
             print(
-                f"{name + f', {rows} rows':34}{took:12.0f}{took - plain:10.0f}{60 + 3 * rows:10}{calls:14.1f}"
-                f"{tokens:10.1f}",
+                f"{name + f', {rows} rows':34}{took:12.0f}{took - plain:10.0f}{60 + 3 * rows:10}{still:12.0f}"
+                f"{calls:13.1f}{tokens:9.1f}",
                 flush=True,
             )
             results.append(Row(f"host, {name}, {rows} rows", "us/step", "lower", took, runs=ROUNDS))
+            results.append(Row(f"GPU stands still, {name}, {rows} rows", "us/step", "lower", still, runs=ROUNDS))
     if arguments.json:
         write_results(arguments.json, "host cost of speculation", results, "torch", "triton")
 

@@ -16,6 +16,8 @@ import itertools
 from collections import deque
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+
 from headrace.core.beam import BeamGroup, regroup
 from headrace.core.drafting import DraftPolicy, NoDrafts, Verified, note_verified
 from headrace.core.kv_manager import NO_HIT, KVCacheManager, PrefixHit
@@ -349,9 +351,10 @@ class Scheduler:
         requests = self._in_flight[plan.step_id]  # those that leave meanwhile are taken out
         decodes = plan.num_decodes if result.only_tokens and plan.num_runs == 1 else 0
         self._commit_decodes(requests[:decodes], result.tokens, outputs)
+        lengths, num_drafts = plan.lengths.tolist(), np.where(plan.yields, plan.num_drafts, -1).tolist()
         for index in range(decodes, len(requests)):
             if (request := requests[index]) is not None:
-                outputs += self._commit_span(request, plan, result, index)
+                self._commit_span(request, result, index, lengths[index] * plan.num_runs, num_drafts[index], outputs)
         del self._in_flight[plan.step_id]
         self._committed = plan.step_id
         self.drafting.observe_step(plan, result)
@@ -382,28 +385,29 @@ class Scheduler:
             for request in filter(None, requests):
                 self._queue_followers(request)
 
-    def _commit_span(self, request: Request, plan: StepPlan, result: StepResult, index: int) -> list[TokenOutput]:
-        """Any span."""
-        outputs: list[TokenOutput] = []
-        length, num_drafts = int(plan.lengths[index]) * plan.num_runs, int(plan.num_drafts[index])
+    def _commit_span(
+        self, request: Request, result: StepResult, index: int, length: int, num_drafts: int, outputs: list[TokenOutput]
+    ) -> None:
+        """Any span; `num_drafts` is negative of one that does not yield."""
         request.num_computed += length
         if index in result.errors:
             told = [request] if request.beam is None else request.beam.members
             self._end(request, FinishReason.ERROR)
-            return [broken_off(each, FinishReason.ERROR, result.errors[index]) for each in told]
+            outputs += [broken_off(each, FinishReason.ERROR, result.errors[index]) for each in told]
+            return
         if index in result.prompt_logprobs:  # after a preemption the first come a second time
             had = len(request.prompt_logprobs) - (request.num_computed - length)
             request.prompt_logprobs.extend(result.prompt_logprobs[index][had:])
-        if plan.yields[index]:
+        if num_drafts >= 0:
             if request.beam is not None:
                 if request.beam.offer(request, result.candidates[index]):
                     outputs += self._decide(request.beam)
             else:
                 if num_drafts:
-                    rejected = num_drafts - result.num_accepted[index]
-                    request.num_computed -= rejected
-                    request.num_scheduled -= rejected
-                    self.verified.append(note_verified(self.drafting, request, num_drafts, result.num_accepted[index]))
+                    accepted = result.num_accepted[index]
+                    request.num_computed -= num_drafts - accepted
+                    request.num_scheduled -= num_drafts - accepted
+                    self.verified.append(note_verified(self.drafting, request, num_drafts, accepted))
                 if result.num_drafts:
                     request.num_drafts = result.num_drafts[index]
                     request.draft_values = result.draft_values.get(index, _NO_VALUES)
@@ -417,7 +421,6 @@ class Scheduler:
             self.kv.advance(request, after_step=self._next_step - 1)
         if request.finish_reason is not None and request.row >= 0:
             self._end(request, request.finish_reason)
-        return outputs
 
     def _decide(self, group: BeamGroup) -> list[TokenOutput]:
         """All live members of a beam search have been computed: let the best go on, or end it."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 import torch
@@ -48,16 +49,27 @@ class Speculation:
         be verified. Whether the step has to be waited for."""
         self.proposer.admit(plan.admits)
         num_tokens = self._table.host.num_tokens
-        for span in np.flatnonzero(plan.num_drafts).tolist():
-            row = int(plan.rows[span])
-            self._table.send_tokens(row, int(num_tokens[row]), int(num_tokens[row] + plan.num_drafts[span]))
-        return bool(plan.num_drafts.any()) or plan.draft_limits is None or len(plan.draft_limits) > 0
+        drafted = bool(plan.num_drafts.any())
+        if drafted:
+            self._table.send_many(plan.rows, num_tokens[plan.rows], plan.num_drafts)
+        return drafted or plan.draft_limits is None or len(plan.draft_limits) > 0
+
+    def follow(self, plan: StepPlan) -> None:
+        """The step has been sent, and rows stand as the host's table says: what can be drafted behind it on the GPU,
+        before its tokens are known here, is sent too."""
+        if plan.draft_limits is not None and not len(plan.draft_limits):
+            return  # nobody is asked
+        if self._nodes or not plan.yields.all() or (plan.lengths != 1 + plan.num_drafts).any():
+            return
+        host, rows = self._table.host, plan.rows
+        limits = np.minimum(host.sampling.max_drafts[rows], self.most_drafts)
+        self.proposer.follow(rows, host.num_computed[rows], plan.lengths, limits, plan.draft_limits)
 
     def finish(self, plan: StepPlan, result: StepResult, features: torch.Tensor | None) -> StepResult:
         """Take in what a step brought, and add to it what is drafted for the next. `features` [T, F]: what the model
         made of the step's tokens."""
         started = time.perf_counter()
-        starts = self._table.host.num_computed[plan.rows].copy()
+        starts = self._table.host.num_computed[plan.rows]  # a copy
         self.commit(plan, result)
         num_drafts, sources, values = self._propose(plan, starts, features)
         return replace(
@@ -73,42 +85,51 @@ class Speculation:
 
     def commit_late(
         self, plan: StepPlan, admissions: np.ndarray, features: torch.Tensor | None, result: StepResult
-    ) -> None:
+    ) -> StepResult:
         """The host's table takes in what a step brought that was not waited for, and proposers its features [T, F].
         `admissions` [S]: which of its requests each row had then; of rows that have changed hands nothing is taken."""
         kept = self.admissions(plan) == admissions
-        starts = self._table.host.num_computed[plan.rows].copy()
-        self.commit(
-            replace(plan, spans=plan.spans[:, kept], yields=plan.yields[kept]),
-            replace(result, tokens=[tokens for tokens, stays in zip(result.tokens, kept, strict=True) if stays]),
-        )
-        if features is not None:
-            rows = np.where(kept, plan.rows, -1)
-            named = replace(plan, spans=np.stack([rows, *plan.spans[1:]]))
-            host, told = self._table.host, self._features(named, starts, features)
+        whole = bool(kept.all())
+        starts = self._table.host.num_computed[plan.rows] if features is not None else None
+        if whole:
+            self.commit(plan, result)
+        else:
+            self.commit(
+                replace(plan, spans=plan.spans[:, kept], yields=plan.yields[kept]),
+                replace(result, tokens=[tokens for tokens, stays in zip(result.tokens, kept, strict=True) if stays]),
+            )
+        if features is not None and starts is not None:
+            rows = plan.rows if whole else np.where(kept, plan.rows, -1)
+            host, told = self._table.host, self._features(rows, plan.lengths, starts, features)
             self.proposer.watch(DraftContext(rows, host.token_ids, host.num_tokens, limits=[], features=told))
+        return result
 
     def commit(self, plan: StepPlan, result: StepResult) -> None:
         """The host's table takes in what a step brought."""
-        table, host = self._table, self._table.host
-        counts = np.array([len(each) for each in result.tokens], np.int32)
-        tokens = np.full((plan.num_spans, max(1, int(counts.max(initial=0)))), -1, np.int32)
-        for span in np.flatnonzero(counts).tolist():
-            tokens[span, : counts[span]] = result.tokens[span]
-        known = host.num_tokens[plan.rows].copy()
+        table, host, count, rows = self._table, self._table.host, plan.num_spans, plan.rows
+        counts = np.fromiter(map(len, result.tokens), np.int32, count)
+        width = max(1, int(counts.max(initial=0)))
+        tokens = np.full((count, width), -1, np.int32)
+        tokens[np.arange(width) < counts[:, None]] = list(chain.from_iterable(result.tokens))
+        hosted = table.hosted[rows]
+        known = host.num_tokens[rows] if hosted.any() else None
         host.commit(plan, Sampled(tokens, counts, {}))
-        for span in np.flatnonzero(table.hosted[plan.rows]).tolist():  # the GPU has the others' already
-            row = int(plan.rows[span])
-            table.send_tokens(row, int(known[span]), min(int(host.num_tokens[row]), table.view.max_len))
-            table.send_progress(row)
+        if known is not None:
+            for span in np.flatnonzero(hosted).tolist():  # the GPU has the others' already
+                row = int(rows[span])
+                table.send_tokens(row, int(known[span]), min(int(host.num_tokens[row]), table.view.max_len))
+                table.send_progress(row)
 
     def admissions(self, plan: StepPlan) -> np.ndarray:
         """int64 [S]: how many requests each span's row has had."""
         return self._table.host.sampling.admission[plan.rows]
 
-    def _features(self, plan: StepPlan, starts: np.ndarray, values: torch.Tensor) -> StepFeatures:
-        query_start = np.concatenate([[0], np.cumsum(plan.lengths)])
-        return StepFeatures(plan.rows, starts, query_start, self._table.host.num_computed, values)
+    def _features(
+        self, rows: np.ndarray, lengths: np.ndarray, starts: np.ndarray, values: torch.Tensor
+    ) -> StepFeatures:
+        query_start = np.zeros(len(rows) + 1, np.int64)
+        np.cumsum(lengths, out=query_start[1:])
+        return StepFeatures(rows, starts, query_start, self._table.host.num_computed, values)
 
     def _propose(
         self, plan: StepPlan, starts: np.ndarray, values: torch.Tensor | None
@@ -117,7 +138,7 @@ class Speculation:
         promise."""
         host, rows, features = self._table.host, plan.rows[plan.yields], None
         if values is not None:
-            features = self._features(plan, starts, values)
+            features = self._features(plan.rows, plan.lengths, starts, values)
         context = DraftContext(
             rows,
             host.token_ids,
