@@ -16,8 +16,6 @@ import itertools
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-import numpy as np
-
 from headrace.core.beam import BeamGroup, regroup
 from headrace.core.drafting import DraftPolicy, NoDrafts, Verified, note_verified
 from headrace.core.kv_manager import NO_HIT, KVCacheManager, PrefixHit
@@ -351,10 +349,10 @@ class Scheduler:
         requests = self._in_flight[plan.step_id]  # those that leave meanwhile are taken out
         decodes = plan.num_decodes if result.only_tokens and plan.num_runs == 1 else 0
         self._commit_decodes(requests[:decodes], result.tokens, outputs)
-        lengths, num_drafts = plan.lengths.tolist(), np.where(plan.yields, plan.num_drafts, -1).tolist()
-        for index in range(decodes, len(requests)):
-            if (request := requests[index]) is not None:
-                self._commit_span(request, result, index, lengths[index] * plan.num_runs, num_drafts[index], outputs)
+        spans = zip(*plan.spans[2:].tolist(), plan.yields.tolist(), strict=True) if decodes < len(requests) else ()
+        for index, (length, num_drafts, yields) in enumerate(spans):
+            if index >= decodes and (request := requests[index]) is not None:
+                self._commit_span(request, result, index, length * plan.num_runs, num_drafts if yields else -1, outputs)
         del self._in_flight[plan.step_id]
         self._committed = plan.step_id
         self.drafting.observe_step(plan, result)
@@ -392,9 +390,8 @@ class Scheduler:
         request.num_computed += length
         if index in result.errors:
             told = [request] if request.beam is None else request.beam.members
-            self._end(request, FinishReason.ERROR)
-            outputs += [broken_off(each, FinishReason.ERROR, result.errors[index]) for each in told]
-            return
+            self._end(request, why := FinishReason.ERROR)
+            return outputs.extend(broken_off(each, why, result.errors[index]) for each in told)
         if index in result.prompt_logprobs:  # after a preemption the first come a second time
             had = len(request.prompt_logprobs) - (request.num_computed - length)
             request.prompt_logprobs.extend(result.prompt_logprobs[index][had:])
@@ -404,9 +401,9 @@ class Scheduler:
                     outputs += self._decide(request.beam)
             else:
                 if num_drafts:
-                    accepted = result.num_accepted[index]
-                    request.num_computed -= num_drafts - accepted
-                    request.num_scheduled -= num_drafts - accepted
+                    rejected = num_drafts - (accepted := result.num_accepted[index])
+                    request.num_computed -= rejected
+                    request.num_scheduled -= rejected
                     self.verified.append(note_verified(self.drafting, request, num_drafts, accepted))
                 if result.num_drafts:
                     request.num_drafts = result.num_drafts[index]

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from headrace.core.plan import StepPlan
-from headrace.ops.triton.follow import Verified, follow
+from headrace.ops.triton.follow import Verified, follow, hand_over
 from headrace.ops.triton.step import Keep
 from headrace.worker.device_batch import DeviceBatch, DeviceBatchBuilder
 from headrace.worker.device_runner import DeviceRunner, PendingStep
@@ -118,7 +118,8 @@ class ChainRunner(DeviceRunner):
     @torch.inference_mode()
     def follow(self, plan: StepPlan, depth: int) -> bool:
         """Send a chain behind the step of the model that was sent last, which has the same spans; whatever of them is
-        accepted there is run first. False, and nothing is done, without a graph for it."""
+        accepted there is run first, and what is drafted put into the model's table. False, and nothing is done, without
+        a graph for it."""
         if self._source is None or self._ranks or self._distributions or self._acceptance is not None:
             return False
         key = self._key(plan, depth, depth + 1, True)
@@ -218,6 +219,8 @@ class ChainRunner(DeviceRunner):
             self._chain_drawn[step, :rows].copy_(self._drawn[:rows, 0])
             for whole, part in zip(self._chain_ranked, self.ranked, strict=True) if self.ranked is not None else ():
                 whole[step, :rows].copy_(part[:rows])
+        if key.behind and self._source is not None:
+            hand_over(self._source, batch.spans, self._chain_drawn[: key.depth])
 
     def _step(self, batch: DeviceBatch, warm: bool, cut: bool) -> torch.Tensor:
         """See DeviceRunner."""

@@ -334,7 +334,7 @@ class DeviceDraftProposer:
         self.runner.passes = []
         if self.runner.sender.was_usual:
             self.runner.passes = [DraftPass(len(going), seconds / depth)] * depth
-        return Drafts(tokens)
+        return Drafts(tokens, placed=True)
 
     @torch.inference_mode()
     def propose(self, context: DraftContext) -> Drafts | None:

@@ -34,6 +34,8 @@ class Speculation:
         self.proposer = proposer
         self.most_drafts = most_drafts
         self._nodes = nodes
+        # of rows whose drafts the GPU has: the known tokens that these are behind; -1: it is to be told of them
+        self._placed = np.full(table.view.max_rows, -1, np.int32)
 
     @property
     def wants_features(self) -> bool:
@@ -48,10 +50,13 @@ class Speculation:
         """The table has taken in a plan: tell proposers of new rows, and the GPU, with the next patches, the drafts to
         be verified. Whether the step has to be waited for."""
         self.proposer.admit(plan.admits)
-        num_tokens = self._table.host.num_tokens
+        for admit in plan.admits:
+            self._placed[admit.row] = -1
         drafted = bool(plan.num_drafts.any())
         if drafted:
-            self._table.send_many(plan.rows, num_tokens[plan.rows], plan.num_drafts)
+            known = self._table.host.num_tokens[plan.rows]
+            if (away := self._placed[plan.rows] != known).any():
+                self._table.send_many(plan.rows[away], known[away], plan.num_drafts[away])
         return drafted or plan.draft_limits is None or len(plan.draft_limits) > 0
 
     def follow(self, plan: StepPlan) -> None:
@@ -150,4 +155,6 @@ class Speculation:
             nodes=self._nodes,
         )
         drafts = self.proposer.propose(context)
+        if drafts is not None:
+            self._placed[rows] = host.num_tokens[rows] if drafts.placed else -1
         return told_of(plan, drafts, host.hold_drafts(rows, drafts))

@@ -69,6 +69,33 @@ def _follow(
         tl.store(index + first + columns, tl.load(query_start + span) + columns, mask=mine)
 
 
+@kernel
+def _hand_over(
+    table, tokens_at, tokens_stride, rows, num_rows, made, made_stride, depth,
+    RECORD: tl.constexpr, KNOWN: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    span = tl.program_id(0)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    if span < tl.load(num_rows):
+        row = tl.load(rows + span).to(tl.int64)
+        step = tl.arange(0, WIDTH)
+        place = tl.load(table + row * RECORD + KNOWN) + step
+        mask = (step < depth) & (place < tokens_stride)
+        token = tl.load(made + step * made_stride + span, mask=mask, other=0)
+        tl.store(table + tokens_at + row * tokens_stride + place, tl.maximum(token, 0), mask=mask)
+
+
+def hand_over(source: Verified, spans: StepSpans, made: torch.Tensor) -> None:
+    """Put drafts int32 [K, >= S] of a step's S spans behind the known tokens of the model's rows."""
+    view = source.view
+    _hand_over[(spans.rows.shape[0],)](
+        view.words, view.tokens_at, view.max_len, spans.rows, spans.num_rows, made, made.stride(0), made.shape[0],
+        RECORD=RECORD, KNOWN=KNOWN, WIDTH=power_of_two(made.shape[0], 2), **launch_options(num_warps=1),
+    )  # fmt: skip
+
+
 def follow(source: Verified, view: TableView, spans: StepSpans, lines: Lines, index: torch.Tensor) -> None:
     """Make a head's step, whose spans are of the rows of the step before, in its order, continue that one: `view` is
     the head's table; of `spans` and `lines` all but the rows is filled in, every token with a line. `index` int32 [T]
