@@ -222,7 +222,7 @@ class DeviceBatchBuilder:
         parts = {name: words[where] for name, where in self._slices.items()}
         starts = parts["query_start"]
         parts["rows"][:count] = rows
-        np.cumsum(lengths, out=starts[1 : count + 1])
+        np.cumsum(lengths, dtype=np.int32, out=starts[1 : count + 1])
         decodes = int(np.argmax(lengths != 1)) if (lengths != 1).any() else count
         short = self.is_short(plan) and not RUNTIME.invariant if key is None else key.short
         singles = 0  # leading tokens that attend by themselves

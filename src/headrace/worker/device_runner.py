@@ -264,7 +264,7 @@ class DeviceRunner:
         while self._unsettled:  # the host's table must know what came before
             self._unsettled.popleft().result()
         if not any_hosted and self._speculation is not None:
-            if trees is None:
+            if trees is None and self._features is not None:
                 self._speculation.follow(plan)
             pending.settle = partial(self._finish, plan, hosted, batch, trees)
             return pending  # what comes of its tokens is done when they are asked for

@@ -136,7 +136,7 @@ class DeviceTable:
             self.patches.add(self.view.tokens_at + row * self.view.max_len + first, self.host.token_ids[row, first:end])
 
     def send_many(self, rows: np.ndarray, firsts: np.ndarray, counts: np.ndarray) -> None:
-        """`send_tokens` of rows [N], counts[i] from firsts[i] on."""
+        """`send_tokens` of rows [N], counts[i] from firsts[i] on, which may be none."""
         if len(rows) <= _FEW:
             for row, first, count in zip(rows.tolist(), firsts.tolist(), counts.tolist(), strict=True):
                 self.send_tokens(row, first, first + count)
