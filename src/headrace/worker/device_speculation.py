@@ -1,10 +1,11 @@
 """Speculation on a GPU: what the host does between two steps of an engine that drafts.
 
 The GPU verifies (ops/triton/step.py): it draws at every position of a span, keeps the drafts that equal what it drew
-and sets the row back by the others. Where drafts come from is decided here, and that needs the tokens: a step of such
-an engine is waited for, the host's table takes in what came of it, proposers are asked, and the drafts that the next
-step verifies go over with its patches, into the table behind the known tokens of their rows. Steps after which the plan
-wants no drafts are not waited for; the host's table takes in their tokens when the engine reads them.
+and sets the row back by the others. Where drafts come from is decided here, and that needs the tokens: no step follows
+one of such an engine before its result is read. Then the host's table takes in what came of it, proposers are asked,
+and the drafts that the next step verifies go over with its patches, into the table behind the known tokens of their
+rows; those of a head that could follow at once (worker/device_eagle.py) are there already. Steps after which the plan
+wants no drafts may overlap; the host's table takes in their tokens when the engine reads them.
 """
 
 from __future__ import annotations
