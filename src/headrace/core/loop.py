@@ -77,6 +77,8 @@ class EngineCore:
         self._observer: StepObserver = observer or NullObserver()
         self._always_check = env.check_every_step()
         self._in_flight: deque[tuple[StepPlan, PendingResult]] = deque()
+        # what the observer is yet to be told of, once the next step is under way
+        self._untold: tuple[StepPlan, StepResult, list[TokenOutput], float] | None = None
         self._last: float | None = None  # when the result before was there, if there has been work since
 
     def add(self, request: Request) -> None:
@@ -86,6 +88,7 @@ class EngineCore:
 
     def abort(self, request_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT) -> list[TokenOutput]:
         """End requests now, wherever they are; returns what ended."""
+        self._tell()
         outputs = self.scheduler.abort(request_ids, reason)
         self._observer.aborted(outputs)
         return outputs
@@ -109,6 +112,7 @@ class EngineCore:
                 break
             self._observer.planned(plan, self.scheduler, time.perf_counter() - started)
             self._in_flight.append((plan, self._runner.execute(plan)))
+        self._tell()
         if not self._in_flight:
             if self.scheduler.has_work:
                 raise RuntimeError(f"the scheduler is stuck: {'; '.join(self.scheduler.trace.refusals) or 'no reason'}")
@@ -121,9 +125,23 @@ class EngineCore:
             self.scheduler.visits.observe(plan.num_spans, plan.num_runs, started - self._last, started - asked)
         self._last = started
         outputs = self.scheduler.commit(plan, result)
-        self._observer.committed(plan, result, outputs, time.perf_counter() - started)
+        self._untold = plan, result, outputs, time.perf_counter() - started
+        if not self._may_wait(plan, outputs):
+            self._tell()
         if not self.has_work:
             self._last = None
         if self._always_check or not self.has_work:
             self.scheduler.check()
         return outputs
+
+    def _may_wait(self, plan: StepPlan, outputs: list[TokenOutput]) -> bool:
+        """Whether the observer may be told of the step after the next one is sent. Where steps could overlap and this
+        one's tokens had to be waited for, a GPU has nothing to do until then."""
+        alone = self._depth > 1 and not self._in_flight
+        decodes = bool((plan.lengths == plan.num_drafts + 1).all())  # times of prompts are told to the moment
+        return alone and decodes and self.has_work and not any(news.finish_reason for news in outputs)
+
+    def _tell(self) -> None:
+        if self._untold is not None:
+            untold, self._untold = self._untold, None
+            self._observer.committed(*untold)

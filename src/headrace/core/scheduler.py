@@ -349,9 +349,10 @@ class Scheduler:
         requests = self._in_flight[plan.step_id]  # those that leave meanwhile are taken out
         decodes = plan.num_decodes if result.only_tokens and plan.num_runs == 1 else 0
         self._commit_decodes(requests[:decodes], result.tokens, outputs)
-        for index in range(decodes, len(requests)):
-            if (request := requests[index]) is not None:
-                outputs += self._commit_span(request, plan, result, index)
+        spans = zip(*plan.spans[2:].tolist(), plan.yields.tolist(), strict=True) if decodes < len(requests) else ()
+        for index, (length, num_drafts, yields) in enumerate(spans):
+            if index >= decodes and (request := requests[index]) is not None:
+                self._commit_span(request, result, index, length * plan.num_runs, num_drafts if yields else -1, outputs)
         del self._in_flight[plan.step_id]
         self._committed = plan.step_id
         self.drafting.observe_step(plan, result)
@@ -382,28 +383,28 @@ class Scheduler:
             for request in filter(None, requests):
                 self._queue_followers(request)
 
-    def _commit_span(self, request: Request, plan: StepPlan, result: StepResult, index: int) -> list[TokenOutput]:
-        """Any span."""
-        outputs: list[TokenOutput] = []
-        length, num_drafts = int(plan.lengths[index]) * plan.num_runs, int(plan.num_drafts[index])
+    def _commit_span(
+        self, request: Request, result: StepResult, index: int, length: int, num_drafts: int, outputs: list[TokenOutput]
+    ) -> None:
+        """Any span; `num_drafts` is negative of one that does not yield."""
         request.num_computed += length
         if index in result.errors:
             told = [request] if request.beam is None else request.beam.members
-            self._end(request, FinishReason.ERROR)
-            return [broken_off(each, FinishReason.ERROR, result.errors[index]) for each in told]
+            self._end(request, why := FinishReason.ERROR)
+            return outputs.extend(broken_off(each, why, result.errors[index]) for each in told)
         if index in result.prompt_logprobs:  # after a preemption the first come a second time
             had = len(request.prompt_logprobs) - (request.num_computed - length)
             request.prompt_logprobs.extend(result.prompt_logprobs[index][had:])
-        if plan.yields[index]:
+        if num_drafts >= 0:
             if request.beam is not None:
                 if request.beam.offer(request, result.candidates[index]):
                     outputs += self._decide(request.beam)
             else:
                 if num_drafts:
-                    rejected = num_drafts - result.num_accepted[index]
+                    rejected = num_drafts - (accepted := result.num_accepted[index])
                     request.num_computed -= rejected
                     request.num_scheduled -= rejected
-                    self.verified.append(note_verified(self.drafting, request, num_drafts, result.num_accepted[index]))
+                    self.verified.append(note_verified(self.drafting, request, num_drafts, accepted))
                 if result.num_drafts:
                     request.num_drafts = result.num_drafts[index]
                     request.draft_values = result.draft_values.get(index, _NO_VALUES)
@@ -417,7 +418,6 @@ class Scheduler:
             self.kv.advance(request, after_step=self._next_step - 1)
         if request.finish_reason is not None and request.row >= 0:
             self._end(request, request.finish_reason)
-        return outputs
 
     def _decide(self, group: BeamGroup) -> list[TokenOutput]:
         """All live members of a beam search have been computed: let the best go on, or end it."""

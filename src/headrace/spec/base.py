@@ -25,6 +25,7 @@ class Drafts:
     tree: np.ndarray | None = None
     values: np.ndarray | None = None  # float32 [R, K]  how likely each node is believed to be accepted; of trees
     sources: np.ndarray | None = None  # int32 [R]  which of the engine's proposers; None: the only one
+    placed: bool = False  # a GPU's request table has them already, behind the rows' known tokens
 
 
 @dataclass(frozen=True)

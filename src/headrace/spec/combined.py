@@ -70,8 +70,11 @@ class CombinedProposer:
             if not limits.any() and self._skipped % _SKIPPED and not _is_network(proposer):
                 continue
             started = time.perf_counter()
-            # a row that has drafts is shown all the same, with a limit of 0: a look-up learns from its tokens
-            drafts = self._try(source, proposer.propose, replace(context, limits=(limits * ~having).tolist()))
+            shown = context
+            if found or context.wanted is not None:
+                # a row that has drafts is shown all the same, with a limit of 0: a look-up learns from its tokens
+                shown = replace(context, limits=(limits * ~having).tolist())
+            drafts = self._try(source, proposer.propose, shown)
             seconds[source] = time.perf_counter() - started
             if drafts is not None:
                 if not context.nodes:
@@ -91,6 +94,24 @@ class CombinedProposer:
                     seconds[source] = time.perf_counter() - started
         self.seconds = tuple(seconds)
         self.watch(context)
+
+    # -- drafts that a network makes on the GPU behind a step whose tokens nobody has seen (worker/device_eagle.py)
+
+    def continues(self, source: Any) -> None:
+        """Where the model leaves what networks continue."""
+        for proposer in self._proposers.values():
+            getattr(proposer, "continues", lambda source: None)(source)
+
+    def follow(
+        self, rows: np.ndarray, starts: np.ndarray, lengths: np.ndarray, limits: np.ndarray, wanted: np.ndarray | None
+    ) -> None:
+        """A step of spans [S] that verify all but their first token has been sent, after which rows may have `limits`
+        [S] drafts, by each proposer `wanted` [P, S]: where one alone is asked, it may send at once what makes them, for
+        `propose` to take."""
+        asked = [source for source in self._proposers if wanted is None or wanted[source].any()]
+        if len(asked) == 1 and (call := getattr(self._proposers[asked[0]], "follow", None)) is not None:
+            most = limits if wanted is None else np.minimum(limits, wanted[asked[0]])
+            self._try(asked[0], lambda spans: call(*spans, most), (rows, starts, lengths))
 
     def passes(self) -> tuple[DraftPass, ...]:
         """What networks took in the last call of `propose`."""
@@ -135,6 +156,10 @@ def _merged(found: Sequence[tuple[int, Drafts]], num_rows: int) -> Drafts | None
     """One table of the drafts of several, whose rows do not overlap."""
     if not found:
         return None
+    if len(found) == 1 and found[0][1].probs is None:
+        ((source, drafts),) = found
+        sources = np.where(drafts.tokens[:, 0] >= 0, source, 0).astype(np.int32)
+        return Drafts(drafts.tokens, sources=sources, placed=drafts.placed)
     width = max(drafts.tokens.shape[1] for _, drafts in found)
     tokens = np.full((num_rows, width), -1, np.int32)
     sources = np.zeros(num_rows, np.int32)

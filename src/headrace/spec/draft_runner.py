@@ -94,12 +94,14 @@ class DraftFollower(ABC):
         near: list[int] = []
         depths: list[int] = []
         far: list[_Row] = []
-        for index, (number, limit) in enumerate(zip(context.rows.tolist(), context.limits, strict=True)):
+        known_of = context.num_tokens[context.rows].tolist()
+        for index, (number, known, limit) in enumerate(
+            zip(context.rows.tolist(), known_of, context.limits, strict=True)
+        ):
             row = self._rows[number]
             if not row.met:
                 row.met = True
                 continue
-            known = int(context.num_tokens[number])
             depth = min(limit, most, self._max_len - known)
             if depth < 1:
                 continue
@@ -114,11 +116,12 @@ class DraftFollower(ABC):
 
     def end(self, rows: np.ndarray, drafts: np.ndarray) -> None:
         """`drafts` int32 [R, K] (-1 pads) were drawn; all but the last of each row were also computed."""
-        for number, tokens in zip(rows.tolist(), drafts.tolist(), strict=True):
+        computed = self._table.num_computed[rows].tolist()
+        for number, tokens, reached in zip(rows.tolist(), drafts.tolist(), computed, strict=True):
             row = self._rows[number]
             known = len(row.request.token_ids)
             row.request.num_computed = known
-            row.drafts = tokens[: int(self._table.num_computed[number]) - known]
+            row.drafts = tokens[: reached - known]
             self.kv.advance(row.request, after_step=-1)
 
     def check(self) -> None:
@@ -137,7 +140,9 @@ class DraftFollower(ABC):
         if request.num_computed == 0 and not request.num_slots:
             self._place(self.kv.adopt(request, self.kv.match(request)))
         confirmed = 0
-        while confirmed < min(len(row.drafts), len(news)) and row.drafts[confirmed] == news[confirmed]:
+        for draft, token in zip(row.drafts, news, strict=False):
+            if draft != token:
+                break
             confirmed += 1
         row.drafts = []
         request.num_computed = min(request.num_computed + confirmed, known - 1)  # the last one's logits are wanted

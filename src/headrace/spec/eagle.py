@@ -107,8 +107,11 @@ class HeadFollower(ABC):
             self._keep(context.features, context.num_tokens)
         chosen: list[int] = []
         depths: list[int] = []
-        for index, (number, limit) in enumerate(zip(context.rows.tolist(), context.limits, strict=True)):
-            row, known = self._rows[number], int(context.num_tokens[number])
+        known_of = context.num_tokens[context.rows].tolist()
+        for index, (number, known, limit) in enumerate(
+            zip(context.rows.tolist(), known_of, context.limits, strict=True)
+        ):
+            row = self._rows[number]
             depth = min(limit, most, self._max_len - (known - row.base))
             entries = known - 1 - row.base
             if depth < 1 or entries < 1 or row.next != known - 1 or not row.num_kept:
@@ -116,7 +119,8 @@ class HeadFollower(ABC):
             depth = min(depth, 1 + (self._max_len - entries) // self._width)
             if not self._allocate(row, entries + self._width * (depth - 1)):
                 continue
-            self._table.token_ids[number, :entries] = context.token_ids[number, row.base + 1 : known]
+            # those before have been fed
+            self._table.token_ids[number, row.fed : entries] = context.token_ids[number, row.base + 1 + row.fed : known]
             chosen.append(index)
             depths.append(depth)
         self._feed_all_but_last([self._rows[int(context.rows[index])] for index in chosen])
@@ -141,12 +145,13 @@ class HeadFollower(ABC):
 
     def _keep(self, step: StepFeatures, num_tokens: np.ndarray) -> None:
         """Keep the features of a step's tokens, without those of drafts that were refused."""
-        for number, start, first, end in zip(
-            step.rows.tolist(), step.starts.tolist(), step.query_start[:-1].tolist(), step.query_start[1:].tolist(),
-            strict=True,
+        ends = np.minimum(num_tokens[step.rows] - 1, step.num_computed[step.rows]).tolist()  # of what stands
+        for number, start, stands, first, end in zip(
+            step.rows.tolist(), step.starts.tolist(), ends, step.query_start[:-1].tolist(),
+            step.query_start[1:].tolist(), strict=True,
         ):  # fmt: skip
             row = self._rows.get(number)
-            count = min(end - first, int(num_tokens[number]) - 1 - start, int(step.num_computed[number]) - start)
+            count = min(end - first, stands - start)
             if row is None or count < 1:
                 continue
             if start != row.next or row.num_kept + count > _KEPT:

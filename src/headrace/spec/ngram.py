@@ -38,7 +38,11 @@ class NgramProposer:
             self._indexed.pop(row, None)
 
     def propose(self, context: DraftContext) -> Drafts | None:
-        found = [self._of_row(row, context, count) for row, count in zip(context.rows, context.limits, strict=True)]
+        known = context.num_tokens[context.rows].tolist()
+        found = [
+            self._of_row(row, length, context, count)
+            for row, length, count in zip(context.rows.tolist(), known, context.limits, strict=True)
+        ]
         if not context.nodes:
             return padded([paths[0][1] if paths else [] for paths in found])
         trees = []
@@ -48,25 +52,29 @@ class NgramProposer:
                 trees[-1].add_path(tokens, [_WORTH[size] ** (depth + 1) for depth in range(len(tokens))])
         return packed(trees, context.nodes)
 
-    def _of_row(self, row: int, context: DraftContext, limit: int) -> list[tuple[int, list[int]]]:
-        """(size of n-gram, tokens that followed it), the longest first; all that there are only for trees."""
-        length, limit = int(context.num_tokens[row]), min(limit, self._num_tokens)
+    def _of_row(self, row: int, length: int, context: DraftContext, limit: int) -> list[tuple[int, list[int]]]:
+        """(size of n-gram, tokens that followed it) for a row of `length` known tokens, the longest first; all that
+        there are only for trees."""
+        limit = min(limit, self._num_tokens)
         if limit < 1 or length <= SHORTEST:
             return []
-        index, first = self._index[row], self._indexed[row]
+        index, first, tokens = self._index[row], self._indexed[row], context.token_ids[row]
         start = max(0, first - LONGEST)
-        text: list[int] = context.token_ids[row, start:length].tolist()
+        text: list[int] = tokens[start:length].tolist()
         # the n-grams that end before the last token; the last ones are what is looked up, and indexed next time
         for end in range(max(first, SHORTEST), length):
+            last = end - start
             for size in range(SHORTEST, min(LONGEST, end) + 1):
-                index[tuple(text[end - size - start : end - start])] = end
+                index[tuple(text[last - size : last])] = end
         self._indexed[row] = length
         paths: list[tuple[int, list[int]]] = []
         for size in range(min(LONGEST, length - 1), SHORTEST - 1, -1):
             after = index.get(tuple(text[len(text) - size :]))
             if after is not None:
-                known = context.token_ids[row, after:length].tolist()
-                paths.append((size, [known[i % len(known)] for i in range(limit)]))
+                known: list[int] = tokens[after : min(length, after + limit)].tolist()
+                if len(known) < limit:
+                    known = [known[i % len(known)] for i in range(limit)]
+                paths.append((size, known))
                 if not context.nodes:
                     break
         return paths

@@ -99,9 +99,12 @@ class DeviceBatchBuilder:
         self._turn = 0
         self._inbox = torch.zeros(layout.size, dtype=torch.int32, device=device)
         self._sent = np.zeros(0, np.int32)
+        # a step without spans, nor tiles: attention would take 0 for a tile of span 0
+        self._blank = np.zeros(layout.size, np.int32)
+        self._blank[layout.slices["tile_span"]] = -1
         self._padded: dict[GraphKey, DeviceBatch] = {}
-        # (key, rows, rows that draw) of the decode step that was sent last, if that is what the GPU has
-        self._decode: tuple[GraphKey, bytes, bytes] | None = None
+        # (key, rows, lengths and drafts, rows that draw) of the padded step that was sent last, if the GPU has it still
+        self._same: tuple[GraphKey, bool, bytes, bytes, bytes] | None = None
         self._patch_pinned = [torch.zeros(0, dtype=torch.int32) for _ in range(ring)]
         self._patch_events: list[torch.cuda.Event | None] = [None] * ring
         self._patch_turn = 0
@@ -119,6 +122,11 @@ class DeviceBatchBuilder:
     def _part(self, name: str, count: int) -> torch.Tensor:
         start = self._slices[name].start
         return self._inbox[start : start + count]
+
+    def spans_of(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where each span of a step begins, int32 [max rows + 1], and how many drafts it has, int32 [max rows]."""
+        rows = self._seq_lens.shape[0]
+        return self._part("query_start", rows + 1), self._part("num_drafts", rows)
 
     def padded_batch(self, key: GraphKey) -> DeviceBatch:
         """The batch of a step that is padded to `key`; its content comes with `send`."""
@@ -170,17 +178,11 @@ class DeviceBatchBuilder:
 
     def idle(self, key: GraphKey) -> None:
         """Make every following run under `key` a step of padding only, until `send`."""
-        words = self._blank()
+        words = self._blank.copy()
         self._pad(words, key, 0, 0)
         self._upload(words)
         if key.tree and self._trees is not None:
             self._trees.clear()
-
-    def _blank(self) -> np.ndarray:
-        """The content of a step without spans, nor tiles: attention would take 0 for a tile of span 0."""
-        words = np.zeros(self._inbox.shape[0], np.int32)
-        words[self._slices["tile_span"]] = -1
-        return words
 
     def _pad(self, words: np.ndarray, key: GraphKey, count: int, num_tokens: int) -> None:
         """Spans of padding behind `count` spans of `num_tokens` tokens, which write nowhere."""
@@ -212,21 +214,23 @@ class DeviceBatchBuilder:
             single &= plan.starts >= self._table.host.sampling.prompt_len[plan.rows]
         return single
 
-    def send(self, plan: StepPlan, key: GraphKey | None, trees: StepTrees | None = None) -> DeviceBatch:
-        """Bring a step to the GPU, to run padded to `key`, or as it is; `trees`: those among its spans."""
+    def send(
+        self, plan: StepPlan, key: GraphKey | None, trees: StepTrees | None = None, rewritten: bool = False
+    ) -> DeviceBatch:
+        """Bring a step to the GPU, to run padded to `key`, or as it is; `trees`: those among its spans. `rewritten`: of
+        its spans the GPU writes anew what depends on their lengths (ops/triton/follow.py)."""
         count, lengths, rows = plan.num_spans, plan.lengths, plan.rows
         drawn = plan.yields & ~self._table.hosted[rows]
-        decode = None
-        if key is not None and key.decodes:
-            decode = key, rows.tobytes(), drawn.tobytes()
-            if decode == self._decode:  # as it is in most steps
+        others, same = ~self.generated(plan) if RUNTIME.invariant else lengths != 1, None
+        if key is not None and trees is None:
+            same = key, rewritten, rows.tobytes(), plan.spans[2:].tobytes(), drawn.tobytes(), others.tobytes()
+            if same == self._same:  # as it is in most steps, those that verify included
                 return self.padded_batch(key)
-        words = self._blank()
+        words = self._blank.copy()
         parts = {name: words[where] for name, where in self._slices.items()}
         starts = parts["query_start"]
         parts["rows"][:count] = rows
-        np.cumsum(lengths, out=starts[1 : count + 1])
-        others = ~self.generated(plan) if RUNTIME.invariant else lengths != 1
+        np.cumsum(lengths, dtype=np.int32, out=starts[1 : count + 1])
         decodes = int(np.argmax(others)) if others.any() else count
         short = self.is_short(plan) and not RUNTIME.invariant if key is None else key.short
         singles = 0  # leading tokens that attend by themselves
@@ -242,14 +246,14 @@ class DeviceBatchBuilder:
         num_lines = self._lines(plan, key, parts, drawn)
         alone = self._alone(plan, key)
         shortest = 2 + self._most_drafts if trees is not None and not short else 1  # shorter ones are not tiles'
-        tiled = [span for span in range(decodes, count) if not alone[span] and lengths[span] >= shortest]
-        tiles = [(span, first) for span in tiled for first in range(0, int(lengths[span]), self._tile)]
-        if tiles:
-            parts["tile_span"][: len(tiles)], parts["tile_first"][: len(tiles)] = np.array(tiles, np.int32).T
+        tiled = decodes + np.flatnonzero(~alone[decodes:] & (lengths[decodes:] >= shortest))
+        num_tiles = self._tile_up(tiled, lengths[tiled], parts)
         if key is not None:
             self._pad(words, key, count, plan.num_tokens)
             self._upload(words)
-            self._decode = decode
+            self._same = same
+            if rewritten:
+                self._sent = self._sent[:0]  # the GPU will have something else
             return self.padded_batch(key)
         self._upload(words)
         drafts = self._part("num_drafts", count) if self._most_drafts else None
@@ -260,13 +264,24 @@ class DeviceBatchBuilder:
             block_tables=self._block_tables,
             num_decode_rows=self._part("counts", 3)[1:2],
             num_decodes=decodes,
-            tiles=(self._part("tile_span", len(tiles)), self._part("tile_first", len(tiles))) if tiles else None,
+            tiles=(self._part("tile_span", num_tiles), self._part("tile_first", num_tiles)) if num_tiles else None,
             longest=int(lengths.max()),
             alone=tuple((int(starts[span]), int(starts[span + 1])) for span in np.flatnonzero(alone)),
             most_queries=1 + self._most_drafts if short or trees is not None else 0,
             tree=None if trees is None else self._tree(plan.num_tokens),
             singles=self._singles(singles) if singles else None,
         )
+
+    def _tile_up(self, spans: np.ndarray, lengths: np.ndarray, parts: dict[str, np.ndarray]) -> int:
+        """Fill in the tiles of `spans`; how many there are."""
+        counts = -(-lengths // self._tile)
+        total = int(counts.sum())
+        if total == len(spans):
+            parts["tile_span"][:total], parts["tile_first"][:total] = spans, 0
+        else:
+            within = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
+            parts["tile_span"][:total], parts["tile_first"][:total] = np.repeat(spans, counts), within * self._tile
+        return total
 
     def _lines(self, plan: StepPlan, key: GraphKey | None, parts: dict[str, np.ndarray], drawn: np.ndarray) -> int:
         """Fill in which spans the lines of logits belong to, and which tokens; how many lines there are."""
@@ -288,7 +303,7 @@ class DeviceBatchBuilder:
         return len(span_of)
 
     def _upload(self, words: np.ndarray) -> None:
-        self._decode = None
+        self._same = None
         if np.array_equal(words, self._sent):  # the same rows once more
             return
         self._sent = words
@@ -312,8 +327,9 @@ class DeviceBatchBuilder:
             pinned = self._device.type == "cuda"
             self._patch_pinned[turn] = torch.zeros(2 * size, dtype=torch.int32, pin_memory=pinned)
         buffer = self._patch_pinned[turn]
-        buffer.numpy()[: segments.size] = segments.reshape(-1)
-        buffer.numpy()[segments.size : size] = words
+        host = buffer.numpy()
+        host[: segments.size] = segments.reshape(-1)
+        host[segments.size : size] = words
         moved = buffer[:size].to(self._device, non_blocking=True)
         if self._device.type == "cuda":
             event = event or torch.cuda.Event()

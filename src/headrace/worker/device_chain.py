@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from headrace.core.plan import StepPlan
+from headrace.ops.triton.follow import Verified, follow, hand_over
 from headrace.ops.triton.step import Keep
 from headrace.worker.device_batch import DeviceBatch, DeviceBatchBuilder
 from headrace.worker.device_runner import DeviceRunner, PendingStep
@@ -30,6 +31,7 @@ class ChainKey:
     first: GraphKey  # the step that it begins with
     follow: GraphKey  # the decode steps behind it
     depth: int  # steps of both kinds
+    behind: bool = False  # the first step continues a verification that the host has not seen
 
     @property
     def short(self) -> bool:
@@ -89,13 +91,53 @@ class ChainRunner(DeviceRunner):
         self._following = DeviceBatchBuilder(self._table, rows, rows, 1, rows + 1, device)
         self._chain_drawn = torch.zeros((most, rows + 1), dtype=torch.int32, device=device)
         self._landing = torch.zeros((most, rows + 1), dtype=torch.int32, pin_memory=on_gpu)
-        self._landed = torch.cuda.Event() if on_gpu else None
+        self._begun = torch.cuda.Event(enable_timing=True) if on_gpu else None
+        self._landed = torch.cuda.Event(enable_timing=True) if on_gpu else None
+        self._source: Verified | None = None  # of steps that chains may follow
+        self._index = torch.zeros(0, dtype=torch.int32, device=device)  # features that a chain's first step continues
+        self._fuse: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.float
+        self._followed: tuple[ChainKey, int] | None = None  # the chain that followed last, and its spans
         self.chains = Graphs(self._chain, self._idle_chain, self.launcher.enabled, on_gpu)
+
+    def continues(self, source: Verified, fuse: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Chains may follow steps of the model that leaves `source`; `fuse` makes of its features what is carried."""
+        assert self._carried is not None
+        self._source, self._fuse = source, fuse
+        self._index = torch.zeros(self._carried.shape[0], dtype=torch.int32, device=source.features.device)
 
     @torch.inference_mode()
     def chain(self, plan: StepPlan, depth: int, most: int) -> Chained | None:
         """Run the step of `plan`, all of whose spans yield and have up to `most` tokens as a rule, and `depth` - 1
         steps of one token a span behind it. None, and nothing is done, without a graph for it."""
+        key = self._key(plan, depth, most, False)
+        if key is None:
+            return None
+        self._send(key, plan)
+        return self._landed_of(key, plan.num_spans)
+
+    @torch.inference_mode()
+    def follow(self, plan: StepPlan, depth: int) -> bool:
+        """Send a chain behind the step of the model that was sent last, which has the same spans; whatever of them is
+        accepted there is run first, and what is drafted put into the model's table. False, and nothing is done, without
+        a graph for it."""
+        if self._source is None or self._ranks or self._distributions or self._acceptance is not None:
+            return False
+        key = self._key(plan, depth, depth + 1, True)
+        if key is not None:
+            self._send(key, plan)
+            self._followed = key, plan.num_spans
+        return key is not None
+
+    def followed(self) -> tuple[Chained, float]:
+        """Wait for it: what it drew, and the seconds that it took the GPU."""
+        assert self._followed is not None
+        chained = self._landed_of(*self._followed)
+        if self._begun is None or self._landed is None:
+            return chained, 0.0
+        return chained, self._begun.elapsed_time(self._landed) / 1e3
+
+    def _key(self, plan: StepPlan, depth: int, most: int, behind: bool) -> ChainKey | None:
+        """Of a graph that is there, or is captured now; None: there is none."""
         count = plan.num_spans
         warm = bool(self._table.warm[plan.rows].any())
         cut = warm and bool(self._table.cut[plan.rows].any())
@@ -106,27 +148,33 @@ class ChainRunner(DeviceRunner):
         )
         if first is None or follow is None:
             return None
-        key = ChainKey(first, follow, depth)
+        key = ChainKey(first, follow, depth, behind)
         serves = self.chains.serves(key)
         if self._saved is not None and self._carried is not None:
             self._carried.copy_(self._saved)
             self._saved = None
-        if not serves:
-            return None
+        return key if serves else None
+
+    def _send(self, key: ChainKey, plan: StepPlan) -> None:
         self.flush()
-        self._builder.send(plan, first)
+        self._builder.send(plan, key.first, rewritten=key.behind)
         spans = np.zeros_like(plan.spans)
         spans[0], spans[1], spans[2] = plan.rows, 1, 1
-        self._following.send(StepPlan(0, spans=spans, yields=plan.yields), follow)
+        self._following.send(StepPlan(0, spans=spans, yields=plan.yields), key.follow)
+        if self._begun is not None:
+            self._begun.record()
         self.chains.run(key, plan.num_tokens)
-        self._landing[:depth].copy_(self._chain_drawn[:depth], non_blocking=True)
+        self._landing[: key.depth].copy_(self._chain_drawn[: key.depth], non_blocking=True)
         if self._landed is not None:
             self._landed.record()
+
+    def _landed_of(self, key: ChainKey, count: int) -> Chained:
+        if self._landed is not None:
             self._landed.synchronize()
-        drawn = self._landing.numpy()[:depth, :count].T.copy()
+        drawn = self._landing.numpy()[: key.depth, :count].T.copy()
         if self.ranked is None:
             return Chained(drawn)
-        ids, shares = (each[:depth, :count].transpose(0, 1).cpu().numpy() for each in self._chain_ranked)
+        ids, shares = (each[: key.depth, :count].transpose(0, 1).cpu().numpy() for each in self._chain_ranked)
         return Chained(drawn, (ids, shares))
 
     @torch.inference_mode()
@@ -158,6 +206,10 @@ class ChainRunner(DeviceRunner):
     def _chain(self, key: ChainKey) -> None:
         warm, cut, rows = key.first.warm, key.first.cut, key.follow.num_rows
         batch = self._builder.padded_batch(key.first)
+        if key.behind and self._source is not None and self._carried is not None:
+            index = self._index[: key.num_tokens]
+            follow(self._source, self._table.view, batch.spans, batch.lines, index)
+            self._carried[: key.num_tokens].copy_(self._fuse(self._source.features.index_select(0, index)))
         last = batch.spans.query_start[1 : rows + 1] - 1
         for step in range(key.depth):
             if step:
@@ -167,6 +219,8 @@ class ChainRunner(DeviceRunner):
             self._chain_drawn[step, :rows].copy_(self._drawn[:rows, 0])
             for whole, part in zip(self._chain_ranked, self.ranked, strict=True) if self.ranked is not None else ():
                 whole[step, :rows].copy_(part[:rows])
+        if key.behind and self._source is not None:
+            hand_over(self._source, batch.spans, self._chain_drawn[: key.depth])
 
     def _step(self, batch: DeviceBatch, warm: bool, cut: bool) -> torch.Tensor:
         """See DeviceRunner."""

@@ -20,15 +20,14 @@ from headrace.spec.base import Proposer
 from headrace.spec.combined import CombinedProposer
 from headrace.spec.draft_model import DraftModelProposer
 from headrace.spec.draft_runner import NEAR
+from headrace.worker.device_eagle import DeviceHeadRunner, HeadModel
 from headrace.worker.device_heads import DeviceStateRunner
 from headrace.worker.device_networks import (
     CATCH_UP,
     CutModel,
     DeviceDraftProposer,
     DeviceDraftRunner,
-    DeviceHeadRunner,
     DeviceParallelRunner,
-    HeadModel,
     Passes,
 )
 from headrace.worker.drafting import DraftSource, build_head, combine, plain_sampler, state_heads

@@ -21,20 +21,20 @@ from headrace.attention.triton import TritonAttention
 from headrace.config import EngineConfig
 from headrace.core.kv_layout import KVLayout
 from headrace.core.plan import Admit, DraftPass, NewBlocks, StepPlan
-from headrace.layers.attention import Attend
 from headrace.models.blocks import CausalLM
-from headrace.models.draft_heads import EagleHead
+from headrace.models.eagle_head import EagleHead
+from headrace.ops.triton.follow import Verified
 from headrace.ops.xp import Array
 from headrace.sampling.residual import DRAFT_STREAM
 from headrace.sampling.sampler import Sampler
 from headrace.spec.base import DraftContext, Drafts
 from headrace.spec.draft_model import RANKS
 from headrace.spec.draft_runner import DraftFollower
-from headrace.spec.eagle import HeadFollower, HeadRow
 from headrace.spec.parallel_draft import check_mask_token
 from headrace.spec.tree import TokenTree, ladder_tree, packed
 from headrace.worker.device_cache import DeviceKVCache
 from headrace.worker.device_chain import Chained, ChainRunner
+from headrace.worker.device_eagle import DeviceHeadRunner, HeadModel
 from headrace.worker.device_runner import PendingStep
 from headrace.worker.device_table import DeviceTable, Hosts
 
@@ -61,34 +61,6 @@ class CutModel:
 
     def carry(self, count: int, last: torch.Tensor | None) -> None:
         """See ChainRunner: a model needs nothing but tokens."""
-
-
-class HeadModel:
-    """A head as a model: the features of a pass are read from a buffer, and those that it made left in another."""
-
-    taps: tuple[int, ...] = ()
-
-    def __init__(self, head: EagleHead, max_tokens: int, device: torch.device):
-        self.head, self.spec, self.attention_layers = head, head.spec, head.attention_layers
-        self.weight_bytes, self.vocab_size = head.weight_bytes, head.spec.vocab_size
-        shape = (max_tokens, head.spec.hidden_size)
-        self.inputs = torch.zeros(shape, dtype=torch.float32, device=device)
-        self.outputs = torch.zeros(shape, dtype=torch.float32, device=device)
-
-    def forward(self, token_ids: Array, positions: Array, attend: Attend) -> Array:
-        """Hidden states [T, H] for `logits`."""
-        count = token_ids.shape[0]
-        made, hidden = self.head.forward(token_ids, self.inputs[:count], positions, attend)
-        self.outputs[:count].copy_(made)
-        return hidden
-
-    def logits(self, hidden: Array) -> Array:
-        """float32 [L, V]"""
-        return self.head.logits(hidden)
-
-    def carry(self, count: int, last: torch.Tensor | None) -> None:
-        """See ChainRunner: the feature that each of `count` rows made becomes the next one it continues."""
-        self.inputs[:count].copy_(self.outputs[:count] if last is None else self.outputs[last[:count]])
 
 
 @dataclass(frozen=True)
@@ -202,6 +174,21 @@ class Passes:
             )
         return _gathered(steps, len(rows))
 
+    def continues(self, source: Verified, head: EagleHead) -> None:
+        """See ChainRunner."""
+        self._runner.continues(source, head.fuse)
+
+    def follow(self, rows: np.ndarray, lengths: np.ndarray, depth: int) -> bool:
+        """Send a chain of `depth` passes behind a step of the model over rows' spans of `lengths` tokens, if it can."""
+        captures = self._runner.chains.counts.captures
+        sent = self._runner.follow(self._plan(rows, lengths, True), depth)
+        self.was_usual = captures == self._runner.chains.counts.captures
+        return sent
+
+    def followed(self) -> tuple[Chained, float]:
+        """See ChainRunner."""
+        return self._runner.followed()
+
     def guess(self, rows: np.ndarray, lengths: np.ndarray, depths: np.ndarray) -> Chained:
         """One pass over each row's next tokens and the depths[r] - 1 masks behind them, whose places are not kept."""
         counts = self._runner.launcher.counts
@@ -241,17 +228,17 @@ class DeviceDraftRunner(DraftFollower):
     def chain(self, rows: np.ndarray, depths: np.ndarray) -> Chained:
         """Drafts of rows; `depths` [R] falls."""
         self._tell(rows)
-        known = np.array([len(self._rows[row].request.token_ids) for row in rows.tolist()], np.int32)
-        return self.sender.chain(rows, known - self._table.num_computed[rows], depths, 2)
+        lengths = self._table.num_tokens[rows] - self._table.num_computed[rows]
+        return self.sender.chain(rows, lengths, depths, 2)
 
     def _tell(self, rows: np.ndarray) -> None:
-        table = self.sender.table
-        for number in rows.tolist():
-            known = len(self._rows[number].request.token_ids)
-            table.host.num_tokens[number] = known
-            table.send_tokens(number, self._sent[number], known)
-            table.send_progress(number)
-            self._sent[number] = known
+        table, numbers = self.sender.table, rows.tolist()
+        known = np.array([len(self._rows[number].request.token_ids) for number in numbers], np.int32)
+        sent = np.array([self._sent[number] for number in numbers], np.int32)
+        table.host.num_tokens[rows] = known
+        table.send_many(rows, sent, known - sent)
+        table.send_all_progress(rows)
+        self._sent.update(zip(numbers, known.tolist(), strict=True))
 
     def _place(self, news: Sequence[NewBlocks]) -> None:
         self.sender.place(news)
@@ -281,99 +268,12 @@ class DeviceParallelRunner(DeviceDraftRunner):
         return self.sender.guess(rows, known - self._table.num_computed[rows], depths)
 
 
-class DeviceHeadRunner(HeadFollower):
-    """An EAGLE head on the GPU.
-
-    Features are kept as (tensor, first, count): of the step that ran last they lie in the model's own buffer, and what
-    the head does not take of them at once is gathered into a tensor of its own before the next step.
-    """
-
-    def __init__(self, model: HeadModel, passes: Passes, layout: KVLayout, max_len: int, most_drafts: int):
-        super().__init__(layout, passes.table.host, min(max_len, model.spec.max_position))
-        self.model = model
-        self.sender = passes
-        self._near = most_drafts + 1  # entries that rows may be behind and run with their first draft
-        self._live: torch.Tensor | None = None  # the model's buffer
-
-    def admit(self, admits: Sequence[Admit]) -> None:
-        """See Proposer."""
-        super().admit(admits)
-        self.sender.admit([replace(admit, token_ids=[0], prompt_len=1, num_computed=0) for admit in admits])
-
-    def begin(self, context: DraftContext, most: int) -> tuple[np.ndarray, np.ndarray]:
-        """See DraftFollower."""
-        self._live = None if context.features is None else context.features.values
-        return super().begin(replace(context, nodes=0), most)  # what is drafted is a chain, with others beside it
-
-    def chain(self, rows: np.ndarray, depths: np.ndarray) -> Chained:
-        """See DeviceDraftRunner."""
-        counts = np.array([self._rows[row].num_kept for row in rows.tolist()], np.int32)
-        self._feed(rows, counts)
-        return self.sender.chain(rows, counts, depths, int(depths[0]) + 1)
-
-    def settle(self) -> None:
-        """Features that were not taken leave the model's buffer."""
-        live = self._live
-        kept = [
-            (row, place, piece)
-            for row in self._rows.values()
-            for place, piece in enumerate(row.features)
-            if piece[0] is live
-        ]
-        if live is None or not kept:
-            return
-        index = np.concatenate([np.arange(first, first + count) for _, _, (_, first, count) in kept])
-        own = live[torch.from_numpy(index).to(live.device, non_blocking=True)]
-        at = 0
-        for row, place, (_, _, count) in kept:
-            row.features[place] = own, at, count
-            at += count
-
-    def _cut(self, values: Array, first: int, count: int) -> tuple[torch.Tensor, int, int]:
-        return values, first, count
-
-    def _feed_all_but_last(self, rows: list[HeadRow]) -> None:
-        limit = self.model.inputs.shape[0]
-        for row in rows:
-            while row.num_kept > self._near:
-                number, count = np.array([row.request.row]), np.array([min(row.num_kept - 1, limit)], np.int32)
-                self._feed(number, count)
-                self.sender.send(number, count, yields=False)
-
-    def _feed(self, rows: np.ndarray, counts: np.ndarray) -> None:
-        """Make the next `counts` entries of rows ready to be run: features into the buffer, tokens into the table."""
-        table, pieces = self.sender.table, []
-        for number, count in zip(rows.tolist(), counts.tolist(), strict=True):
-            row = self._rows[number]
-            table.host.num_tokens[number] = row.fed + count
-            table.host.num_computed[number] = row.fed
-            table.send_tokens(number, row.fed, row.fed + count)
-            table.send_progress(number, shift=row.base + 1)
-            pieces += _taken(row, count)
-        source = pieces[0][0]
-        if all(piece[0] is source for piece in pieces):
-            index = np.concatenate([np.arange(first, first + count) for _, first, count in pieces])
-            values = source[torch.from_numpy(index).to(source.device, non_blocking=True)]
-        else:
-            values = torch.cat([tensor[first : first + count] for tensor, first, count in pieces])
-        self.model.inputs[: values.shape[0]].copy_(self.model.head.fuse(values))
-
-    def _place(self, news: Sequence[NewBlocks]) -> None:
-        self.sender.place(news)
-
-
-def _taken(row: HeadRow, count: int) -> list[Any]:
-    """The pieces of the row's next `count` features, which are fed from now on."""
-    row.num_kept -= count
-    row.fed += count
-    taken = []
-    while count:
-        tensor, first, size = row.features[0]
-        part = min(size, count)
-        taken.append((tensor, first, part))
-        row.features[:1] = [(tensor, first + part, size - part)] if part < size else []
-        count -= part
-    return taken
+def _until_none(tokens: np.ndarray) -> np.ndarray:
+    """Drafts int32 [R, K]: nothing follows where nothing could be drawn."""
+    tokens = np.maximum(tokens, -1)
+    for column in range(1, tokens.shape[1]):
+        tokens[tokens[:, column - 1] < 0, column] = -1
+    return tokens
 
 
 class DeviceDraftProposer:
@@ -384,6 +284,7 @@ class DeviceDraftProposer:
         self.runner, self._vocab_size = runner, vocab_size
         self._most_drafts = most_drafts
         self.wants_features = isinstance(runner, DeviceHeadRunner)
+        self._followed = 0  # passes that were sent behind the step that verifies
 
     @property
     def weight_bytes(self) -> int:
@@ -410,8 +311,35 @@ class DeviceDraftProposer:
         """Let go of the network and its cache."""
         self.runner.sender.close()
 
+    def continues(self, source: Verified) -> None:
+        """See CombinedProposer."""
+        if isinstance(self.runner, DeviceHeadRunner):
+            self.runner.sender.continues(source, self.runner.model.head)
+
+    @torch.inference_mode()
+    def follow(self, rows: np.ndarray, starts: np.ndarray, lengths: np.ndarray, limits: np.ndarray) -> bool:
+        """See CombinedProposer."""
+        if isinstance(self.runner, DeviceHeadRunner):
+            self._followed = self.runner.follow(rows, starts, lengths, np.minimum(limits, self._most_drafts))
+        return self._followed > 0
+
+    def _take_followed(self, context: DraftContext) -> Drafts:
+        """What was drafted behind the step that verified."""
+        assert isinstance(self.runner, DeviceHeadRunner)
+        depth, self._followed = self._followed, 0
+        going = self.runner.take_followed(context.rows, context.num_tokens)
+        chained, seconds = self.runner.sender.followed()
+        tokens = _until_none(chained.tokens)
+        tokens[~going] = -1
+        self.runner.passes = []
+        if self.runner.sender.was_usual:
+            self.runner.passes = [DraftPass(len(going), seconds / depth)] * depth
+        return Drafts(tokens, placed=True)
+
     @torch.inference_mode()
     def propose(self, context: DraftContext) -> Drafts | None:
+        if self._followed:
+            return self._take_followed(context)
         chosen, depths = self.runner.begin(context, self._most_drafts)
         drafts = self._draft(context, chosen, depths) if len(chosen) else None
         if isinstance(self.runner, DeviceHeadRunner):
@@ -420,13 +348,12 @@ class DeviceDraftProposer:
 
     def _draft(self, context: DraftContext, chosen: np.ndarray, depths: np.ndarray) -> Drafts | None:
         started = time.perf_counter()
-        order = np.argsort(-depths, kind="stable")  # rows that draft less are the last ones, and leave the chain early
-        chosen, depths = chosen[order], depths[order]
+        if (depths != depths[0]).any():
+            order = np.argsort(-depths, kind="stable")  # rows that draft less come last, and leave the chain early
+            chosen, depths = chosen[order], depths[order]
         rows = context.rows[chosen]
         chained = self.runner.chain(rows, depths)
-        tokens = np.maximum(chained.tokens, -1)
-        for column in range(1, tokens.shape[1]):  # nothing follows where nothing could be drawn
-            tokens[tokens[:, column - 1] < 0, column] = -1
+        tokens = _until_none(chained.tokens)
         self.runner.end(rows, tokens)
         if self.runner.sender.was_usual:  # others would teach that drafts are slow, and never be seen again
             passes = int(depths[0])

@@ -27,6 +27,7 @@ from headrace.core.visits import MOST_RUNS
 from headrace.layers.attention import Attend
 from headrace.models.blocks import CausalLM
 from headrace.models.spec import ModelSpec
+from headrace.ops.triton.follow import Verified
 from headrace.ops.triton.paged import HeadShape
 from headrace.ops.triton.prefill import prefill_tile
 from headrace.ops.triton.runtime import RUNTIME
@@ -71,6 +72,9 @@ class _Slot:
     started: torch.cuda.Event | None
     finished: torch.cuda.Event | None
 
+    def __post_init__(self) -> None:
+        self.host = self.drawn.numpy()  # the same memory
+
 
 class PendingStep:
     """A step that the GPU works on."""
@@ -87,21 +91,20 @@ class PendingStep:
         self._plan, self._slot, self._yielding, self._prepare = plan, slot, yielding, prepare
         self._observe = observe
         self._result: StepResult | None = None
-        self.settle: Callable[[StepResult], None] | None = None  # told of the result once
+        self.settle: Callable[[StepResult], StepResult] | None = None  # told of the result once, and adds to it
 
     def drawn(self) -> np.ndarray:
         """Wait for the step; int32 [S, 1 + most drafts]: what it drew for each span, of one with d drafts in the first
         1 + d, up to the first that is negative."""
         if self._slot.finished is not None:
             self._slot.finished.synchronize()
-        return self._slot.drawn.numpy()[0, : self._plan.num_spans]
+        return self._slot.host[0, : self._plan.num_spans]
 
     def result(self) -> StepResult:
         """Wait for the step and read what it drew."""
         if self._result is None:
-            self._result = self._read()
-            if self.settle is not None:
-                self.settle(self._result)
+            result = self._read()
+            self._result = result if self.settle is None else self.settle(result)
         return self._result
 
     def _read(self) -> StepResult:
@@ -112,8 +115,8 @@ class PendingStep:
             if self._observe is not None:
                 self._observe(self._prepare / runs, waited / runs)
         plan = self._plan
-        each = slot.drawn.numpy()[:runs, : plan.num_spans, 0]  # of every run
-        drawn = slot.drawn.numpy()[0, : plan.num_spans]
+        drawn = slot.host[:runs, : plan.num_spans]
+        each = drawn[:, :, 0]  # of every run
         tokens = each.T.tolist()
         errors = {}
         for index in np.flatnonzero((each < 0).any(axis=0) | ~self._yielding).tolist():
@@ -121,11 +124,12 @@ class PendingStep:
             if self._yielding[index]:
                 errors[index] = DAMAGED
         drafted = np.flatnonzero(plan.num_drafts * self._yielding).tolist()
-        for index in drafted:
-            told = drawn[index, : 1 + plan.num_drafts[index]].tolist()
-            tokens[index] = told[: told.index(-1)] if -1 in told else told
-            if index in errors:
-                tokens[index] = []
+        if drafted:
+            told, num_drafts = drawn[0].tolist(), plan.num_drafts.tolist()
+            for index in drafted:
+                own = told[index][: 1 + num_drafts[index]]
+                if index not in errors:
+                    tokens[index] = own[: own.index(-1)] if -1 in own else own
         return StepResult(
             plan.step_id,
             tokens=tokens,
@@ -203,6 +207,8 @@ class DeviceRunner:
             self._features_of = model.features
             size = model.spec.hidden_size * max(1, len(model.taps))
             self._features = torch.zeros((max_tokens, size), dtype=cache.dtype, device=device)
+            starts, num_drafts = self._builder.spans_of()
+            speculation.proposer.continues(Verified(table.view, starts, num_drafts, self._drawn, self._features))
         self.launcher = GraphLauncher(
             self._padded, self._builder.idle, max_rows, max_tokens, graphs, on_gpu,
             most_short=self._builder.max_lines if most_drafts else 0, trees=trees,
@@ -261,12 +267,16 @@ class DeviceRunner:
             return pending
         while self._unsettled:  # the host's table must know what came before
             self._unsettled.popleft().result()
-        drawn_here = None if hidden is None or not any_hosted else self._draw_on_host(plan, hosted, hidden, trees)
+        if not any_hosted and self._speculation is not None:
+            if trees is None and self._features is not None:
+                self._speculation.follow(plan)
+            pending.settle = partial(self._finish, plan, hosted, batch, trees)
+            return pending  # what comes of its tokens is done when they are asked for
+        drawn_here = None if hidden is None else self._draw_on_host(plan, hosted, hidden, trees)
         result = pending.result() if drawn_here is None else _merged(pending.result(), *drawn_here)
-        features = self._features if trees is None else self._keep_paths(trees, hosted, batch, result)
-        if waits and self._speculation is not None:
-            result = self._speculation.finish(plan, result, features)
-        elif self._speculation is not None:
+        if waits:
+            return FinishedStep(self._finish(plan, hosted, batch, trees, result))
+        if self._speculation is not None:
             self._speculation.commit(plan, result)
         else:
             for span in np.flatnonzero(hosted & plan.yields).tolist():
@@ -274,6 +284,17 @@ class DeviceRunner:
                     table.commit_hosted(int(plan.rows[span]), token)
         self.flush()  # before a row may change hands
         return FinishedStep(result)
+
+    @torch.inference_mode()
+    def _finish(
+        self, plan: StepPlan, hosted: np.ndarray, batch: DeviceBatch, trees: StepTrees | None, result: StepResult
+    ) -> StepResult:
+        """A step that drafts may come of has its tokens."""
+        assert self._speculation is not None
+        features = self._features if trees is None else self._keep_paths(trees, hosted, batch, result)
+        result = self._speculation.finish(plan, result, features)
+        self.flush()  # before a row may change hands
+        return result
 
     @torch.inference_mode()
     def idle(self) -> bool:

@@ -1,10 +1,11 @@
 """Speculation on a GPU: what the host does between two steps of an engine that drafts.
 
 The GPU verifies (ops/triton/step.py): it draws at every position of a span, keeps the drafts that equal what it drew
-and sets the row back by the others. Where drafts come from is decided here, and that needs the tokens: a step of such
-an engine is waited for, the host's table takes in what came of it, proposers are asked, and the drafts that the next
-step verifies go over with its patches, into the table behind the known tokens of their rows. Steps after which the plan
-wants no drafts are not waited for; the host's table takes in their tokens when the engine reads them.
+and sets the row back by the others. Where drafts come from is decided here, and that needs the tokens: no step follows
+one of such an engine before its result is read. Then the host's table takes in what came of it, proposers are asked,
+and the drafts that the next step verifies go over with its patches, into the table behind the known tokens of their
+rows; those of a head that could follow at once (worker/device_eagle.py) are there already. Steps after which the plan
+wants no drafts may overlap; the host's table takes in their tokens when the engine reads them.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 import torch
@@ -33,6 +35,8 @@ class Speculation:
         self.proposer = proposer
         self.most_drafts = most_drafts
         self._nodes = nodes
+        # of rows whose drafts the GPU has: the known tokens that these are behind; -1: it is to be told of them
+        self._placed = np.full(table.view.max_rows, -1, np.int32)
 
     @property
     def wants_features(self) -> bool:
@@ -47,17 +51,31 @@ class Speculation:
         """The table has taken in a plan: tell proposers of new rows, and the GPU, with the next patches, the drafts to
         be verified. Whether the step has to be waited for."""
         self.proposer.admit(plan.admits)
-        num_tokens = self._table.host.num_tokens
-        for span in np.flatnonzero(plan.num_drafts).tolist():
-            row = int(plan.rows[span])
-            self._table.send_tokens(row, int(num_tokens[row]), int(num_tokens[row] + plan.num_drafts[span]))
-        return bool(plan.num_drafts.any()) or plan.draft_limits is None or len(plan.draft_limits) > 0
+        for admit in plan.admits:
+            self._placed[admit.row] = -1
+        drafted = bool(plan.num_drafts.any())
+        if drafted:
+            known = self._table.host.num_tokens[plan.rows]
+            if (away := self._placed[plan.rows] != known).any():
+                self._table.send_many(plan.rows[away], known[away], plan.num_drafts[away])
+        return drafted or plan.draft_limits is None or len(plan.draft_limits) > 0
+
+    def follow(self, plan: StepPlan) -> None:
+        """The step has been sent, and rows stand as the host's table says: what can be drafted behind it on the GPU,
+        before its tokens are known here, is sent too."""
+        if plan.draft_limits is not None and not len(plan.draft_limits):
+            return  # nobody is asked
+        if self._nodes or not plan.yields.all() or (plan.lengths != 1 + plan.num_drafts).any():
+            return
+        host, rows = self._table.host, plan.rows
+        limits = np.minimum(host.sampling.max_drafts[rows], self.most_drafts)
+        self.proposer.follow(rows, host.num_computed[rows], plan.lengths, limits, plan.draft_limits)
 
     def finish(self, plan: StepPlan, result: StepResult, features: torch.Tensor | None) -> StepResult:
         """Take in what a step brought, and add to it what is drafted for the next. `features` [T, F]: what the model
         made of the step's tokens."""
         started = time.perf_counter()
-        starts = self._table.host.num_computed[plan.rows].copy()
+        starts = self._table.host.num_computed[plan.rows]  # a copy
         self.commit(plan, result)
         num_drafts, sources, values = self._propose(plan, starts, features)
         return replace(
@@ -73,42 +91,51 @@ class Speculation:
 
     def commit_late(
         self, plan: StepPlan, admissions: np.ndarray, features: torch.Tensor | None, result: StepResult
-    ) -> None:
+    ) -> StepResult:
         """The host's table takes in what a step brought that was not waited for, and proposers its features [T, F].
         `admissions` [S]: which of its requests each row had then; of rows that have changed hands nothing is taken."""
         kept = self.admissions(plan) == admissions
-        starts = self._table.host.num_computed[plan.rows].copy()
-        self.commit(
-            replace(plan, spans=plan.spans[:, kept], yields=plan.yields[kept]),
-            replace(result, tokens=[tokens for tokens, stays in zip(result.tokens, kept, strict=True) if stays]),
-        )
-        if features is not None:
-            rows = np.where(kept, plan.rows, -1)
-            named = replace(plan, spans=np.stack([rows, *plan.spans[1:]]))
-            host, told = self._table.host, self._features(named, starts, features)
+        whole = bool(kept.all())
+        starts = self._table.host.num_computed[plan.rows] if features is not None else None
+        if whole:
+            self.commit(plan, result)
+        else:
+            self.commit(
+                replace(plan, spans=plan.spans[:, kept], yields=plan.yields[kept]),
+                replace(result, tokens=[tokens for tokens, stays in zip(result.tokens, kept, strict=True) if stays]),
+            )
+        if features is not None and starts is not None:
+            rows = plan.rows if whole else np.where(kept, plan.rows, -1)
+            host, told = self._table.host, self._features(rows, plan.lengths, starts, features)
             self.proposer.watch(DraftContext(rows, host.token_ids, host.num_tokens, limits=[], features=told))
+        return result
 
     def commit(self, plan: StepPlan, result: StepResult) -> None:
         """The host's table takes in what a step brought."""
-        table, host = self._table, self._table.host
-        counts = np.array([len(each) for each in result.tokens], np.int32)
-        tokens = np.full((plan.num_spans, max(1, int(counts.max(initial=0)))), -1, np.int32)
-        for span in np.flatnonzero(counts).tolist():
-            tokens[span, : counts[span]] = result.tokens[span]
-        known = host.num_tokens[plan.rows].copy()
+        table, host, count, rows = self._table, self._table.host, plan.num_spans, plan.rows
+        counts = np.fromiter(map(len, result.tokens), np.int32, count)
+        width = max(1, int(counts.max(initial=0)))
+        tokens = np.full((count, width), -1, np.int32)
+        tokens[np.arange(width) < counts[:, None]] = list(chain.from_iterable(result.tokens))
+        hosted = table.hosted[rows]
+        known = host.num_tokens[rows] if hosted.any() else None
         host.commit(plan, Sampled(tokens, counts, {}))
-        for span in np.flatnonzero(table.hosted[plan.rows]).tolist():  # the GPU has the others' already
-            row = int(plan.rows[span])
-            table.send_tokens(row, int(known[span]), min(int(host.num_tokens[row]), table.view.max_len))
-            table.send_progress(row)
+        if known is not None:
+            for span in np.flatnonzero(hosted).tolist():  # the GPU has the others' already
+                row = int(rows[span])
+                table.send_tokens(row, int(known[span]), min(int(host.num_tokens[row]), table.view.max_len))
+                table.send_progress(row)
 
     def admissions(self, plan: StepPlan) -> np.ndarray:
         """int64 [S]: how many requests each span's row has had."""
         return self._table.host.sampling.admission[plan.rows]
 
-    def _features(self, plan: StepPlan, starts: np.ndarray, values: torch.Tensor) -> StepFeatures:
-        query_start = np.concatenate([[0], np.cumsum(plan.lengths)])
-        return StepFeatures(plan.rows, starts, query_start, self._table.host.num_computed, values)
+    def _features(
+        self, rows: np.ndarray, lengths: np.ndarray, starts: np.ndarray, values: torch.Tensor
+    ) -> StepFeatures:
+        query_start = np.zeros(len(rows) + 1, np.int64)
+        np.cumsum(lengths, out=query_start[1:])
+        return StepFeatures(rows, starts, query_start, self._table.host.num_computed, values)
 
     def _propose(
         self, plan: StepPlan, starts: np.ndarray, values: torch.Tensor | None
@@ -117,7 +144,7 @@ class Speculation:
         promise."""
         host, rows, features = self._table.host, plan.rows[plan.yields], None
         if values is not None:
-            features = self._features(plan, starts, values)
+            features = self._features(plan.rows, plan.lengths, starts, values)
         context = DraftContext(
             rows,
             host.token_ids,
@@ -129,4 +156,6 @@ class Speculation:
             nodes=self._nodes,
         )
         drafts = self.proposer.propose(context)
+        if drafts is not None:
+            self._placed[rows] = host.num_tokens[rows] if drafts.placed else -1
         return told_of(plan, drafts, host.hold_drafts(rows, drafts))

@@ -31,6 +31,7 @@ from headrace.ops.triton.step import (
 from headrace.worker.table import RequestTable
 
 _LOW = 2**31 - 1
+_FEW = 4  # rows that are told of one by one in less time than in columns
 
 
 class Patches:
@@ -42,6 +43,15 @@ class Patches:
     def add(self, target: int, words: np.ndarray) -> None:
         """`words` int32, as they are now, to be written from `target` on."""
         self._segments.extend((target & _LOW, target >> 31, len(self._words), len(words)))
+        self._words.frombytes(words.tobytes())
+
+    def add_many(self, targets: np.ndarray, lengths: np.ndarray, words: np.ndarray) -> None:
+        """The first lengths[0] of `words` int32, to be written from targets[0] on, then the next ones: `targets` int64
+        [N], `lengths` [N]."""
+        segments = np.empty((len(targets), 4), np.int32)
+        segments[:, 0], segments[:, 1], segments[:, 3] = targets & _LOW, targets >> 31, lengths
+        segments[:, 2] = np.cumsum(lengths) - lengths + len(self._words)
+        self._segments.frombytes(segments.tobytes())
         self._words.frombytes(words.tobytes())
 
     def take(self) -> tuple[np.ndarray, np.ndarray] | None:
@@ -125,12 +135,34 @@ class DeviceTable:
         if end > first:
             self.patches.add(self.view.tokens_at + row * self.view.max_len + first, self.host.token_ids[row, first:end])
 
-    def send_progress(self, row: int, shift: int = 0) -> None:
-        """The GPU learns how many tokens of a row are known and computed, and its `shift` (ops/triton/step.py)."""
+    def send_many(self, rows: np.ndarray, firsts: np.ndarray, counts: np.ndarray) -> None:
+        """`send_tokens` of rows [N], counts[i] from firsts[i] on, which may be none."""
+        if len(rows) <= _FEW:
+            for row, first, count in zip(rows.tolist(), firsts.tolist(), counts.tolist(), strict=True):
+                self.send_tokens(row, first, first + count)
+            return
+        span, column = (np.arange(int(counts.max())) < counts[:, None]).nonzero()
+        words = self.host.token_ids[rows[span], firsts[span] + column]
+        targets = self.view.tokens_at + rows.astype(np.int64) * self.view.max_len + firsts
+        self.patches.add_many(targets, counts, words)
+
+    def send_all_progress(self, rows: np.ndarray) -> None:
+        """`send_progress` of rows [N]."""
+        if len(rows) <= _FEW:
+            for row in rows.tolist():
+                self.send_progress(row)
+            return
+        words = np.stack([self.host.num_tokens[rows], self.host.num_computed[rows]], axis=1)
+        self.patches.add_many(rows.astype(np.int64) * RECORD + KNOWN, np.full(len(rows), 2), words)
+
+    def send_progress(self, row: int) -> None:
+        """The GPU learns how many tokens of a row are known and computed."""
         host = self.host
         self.patches.add(row * RECORD + KNOWN, np.array([host.num_tokens[row], host.num_computed[row]], np.int32))
-        if shift:
-            self.patches.add(row * RECORD + SHIFT, np.array([shift], np.int32))
+
+    def send_shift(self, row: int, shift: int) -> None:
+        """The GPU learns a row's `shift` (ops/triton/step.py)."""
+        self.patches.add(row * RECORD + SHIFT, np.array([shift], np.int32))
 
     def _classify(self, admit: Admit) -> None:
         row, params, sampling = admit.row, admit.params, self.host.sampling

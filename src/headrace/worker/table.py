@@ -47,13 +47,14 @@ class RequestTable:
         rows, counts = plan.rows, sampled.counts
         rejected = np.where(counts > 0, plan.num_drafts + 1 - counts, 0)
         self.num_computed[rows] += plan.lengths - rejected
-        for column in range(sampled.tokens.shape[1]):
-            going = counts > column
-            at = rows[going]
-            self.token_ids[at, np.minimum(self.num_tokens[at], self.token_ids.shape[1] - 1)] = sampled.tokens[
-                going, column
-            ]
-            self.num_tokens[at] += 1
+        known, last = self.num_tokens[rows], self.token_ids.shape[1] - 1
+        if sampled.tokens.shape[1] == 1 and counts.all():
+            self.token_ids[rows, np.minimum(known, last)] = sampled.tokens[:, 0]
+        else:
+            span, column = (np.arange(sampled.tokens.shape[1]) < counts[:, None]).nonzero()
+            places = np.minimum(known[span] + column, last)
+            self.token_ids[rows[span], places] = sampled.tokens[span, column]
+        self.num_tokens[rows] = known + counts
 
     def tree_parents(self, plan: StepPlan) -> np.ndarray | None:
         """int32 [T], as StepBatch has them, of the tokens of a plan; None: no span is a tree."""
@@ -74,17 +75,22 @@ class RequestTable:
         """Keep proposed tokens behind the known ones of `rows`, for a step to verify; how many of each, int32 [R]."""
         if drafts is None:
             return np.zeros(len(rows), np.int32)
-        counts = np.count_nonzero(drafts.tokens >= 0, axis=1).astype(np.int32)
-        counts = np.minimum(counts, self.token_ids.shape[1] - self.num_tokens[rows])
-        self.sampling.draft_start[rows] = self.num_tokens[rows]
-        probs = drafts.probs if drafts.probs is not None else [None] * len(rows)
-        for row, count, tokens, own in zip(rows.tolist(), counts.tolist(), drafts.tokens, probs, strict=True):
-            self.token_ids[row, self.num_tokens[row] : self.num_tokens[row] + count] = tokens[:count]
+        known = self.num_tokens[rows]
+        counts = (drafts.tokens >= 0).sum(axis=1, dtype=np.int32)
+        counts = np.minimum(counts, self.token_ids.shape[1] - known)
+        self.sampling.draft_start[rows] = known
+        there = np.arange(drafts.tokens.shape[1]) < counts[:, None]
+        span, column = there.nonzero()
+        self.token_ids[rows[span], known[span] + column] = drafts.tokens[there]
+        numbers = rows.tolist()
+        for row, own in zip(numbers, drafts.probs or [None] * len(numbers), strict=True):
             self.sampling.draft_probs[row] = own
-        for index, row in enumerate(rows.tolist()):
-            parents = None if drafts.tree is None else drafts.tree[index, : counts[index]] + 1
-            chain = parents is None or bool((parents == np.arange(len(parents))).all())
-            self.draft_parents[row] = None if chain else parents
+            self.draft_parents[row] = None
+        if drafts.tree is not None:
+            for index, row in enumerate(numbers):
+                parents = drafts.tree[index, : counts[index]] + 1
+                if not (parents == np.arange(len(parents))).all():
+                    self.draft_parents[row] = parents
         return counts
 
 
