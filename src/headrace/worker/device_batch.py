@@ -7,6 +7,7 @@ filled by kernels from the request table.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -104,7 +105,7 @@ class DeviceBatchBuilder:
         self._blank[layout.slices["tile_span"]] = -1
         self._padded: dict[GraphKey, DeviceBatch] = {}
         # (key, rows, lengths and drafts, rows that draw) of the padded step that was sent last, if the GPU has it still
-        self._same: tuple[GraphKey, bool, bytes, bytes, bytes] | None = None
+        self._same: tuple[Any, ...] | None = None
         self._patch_pinned = [torch.zeros(0, dtype=torch.int32) for _ in range(ring)]
         self._patch_events: list[torch.cuda.Event | None] = [None] * ring
         self._patch_turn = 0
