@@ -1,10 +1,10 @@
-"""When the loop tells the observer of steps: where only the host could keep a device busy, once the next one is sent."""
+"""When the loop tells the observer of steps: where a device has nothing to do meanwhile, once the next one is sent."""
 
 import pytest
+from test_scheduler import make_core
 
 from fakes import make_request
 from headrace.core.loop import NullObserver
-from test_scheduler import make_core
 
 
 class Told(NullObserver):
