@@ -1,4 +1,4 @@
-"""When the loop tells the observer of steps: where only the host keeps a device busy, once the next one is sent."""
+"""When the loop tells the observer of steps: where a device has nothing to do meanwhile, once the next one is sent."""
 
 import pytest
 from test_scheduler import make_core
