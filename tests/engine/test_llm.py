@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from headrace import LLM, SamplingParams
 from headrace.config import ConfigError
 from headrace.core.request import RequestError
+from headrace.core.scheduler import Scheduler
 from headrace.frontend.chat import ChatTemplateError
 from tiny import write_tiny_llama
 
@@ -292,3 +293,26 @@ def test_random_schedules_on_a_real_model(llm, folder, work, budget, blocks, dep
             else:
                 assert choice.token_ids == alone.token_ids
                 assert choice.text == alone.text
+
+
+@pytest.mark.parametrize("length", [1, 17, 33])
+def test_prompt_logprobs_come_where_a_prompts_last_part_is_one_token(folder, length):
+    """Such a part runs as a decode, and what is told of decodes is told in a loop of its own."""
+    params = GREEDY.with_(max_tokens=3, prompt_logprobs=0)
+    with LLM(str(folder), max_num_seqs=4, max_num_batched_tokens=16, kv_cache="1MiB") as llm:
+        (whole,) = llm.generate(list(range(length)), params)
+        *_, last = llm.stream(list(range(length)), params)
+    assert len(whole.prompt_logprobs) == length
+    assert last.output.prompt_logprobs == whole.prompt_logprobs
+
+
+def test_steps_of_decodes_bring_nothing_but_tokens(folder, monkeypatch):
+    """So that they are committed in the loop made for them, on a CPU too."""
+    only = []
+    commit = Scheduler.commit
+    monkeypatch.setattr(
+        Scheduler, "commit", lambda self, plan, result: only.append(result.only_tokens) or commit(self, plan, result)
+    )
+    with LLM(str(folder), max_num_seqs=4, max_num_batched_tokens=16, kv_cache="1MiB") as llm:
+        llm.generate([1, 2, 3], GREEDY.with_(max_tokens=3))
+    assert only == [True] * 3

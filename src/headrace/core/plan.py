@@ -177,4 +177,4 @@ class StepResult:
     @property
     def only_tokens(self) -> bool:
         """Nothing is told but the tokens; so every span that yields has one, and no beam is among them."""
-        return not (self.errors or self.logprobs or self.prompt_logprobs or self.num_drafts or self.candidates)
+        return not (self.errors or self.logprobs or self.prompt_logprobs or any(self.num_drafts) or self.candidates)

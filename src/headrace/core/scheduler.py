@@ -370,7 +370,7 @@ class Scheduler:
             if computed % block_size == 0:
                 self.kv.advance(request, after_step=self._next_step - 1)
             token, known = new[0], request.token_ids
-            if token not in request.stop_ids and len(known) + 1 < request.max_len:
+            if token not in request.stop_ids and len(known) + 1 < request.max_len and not request.wants_prompt_logprobs:
                 known.append(token)  # what accept() does, nearly always
                 if not request.quiet:
                     news = (request.id, new, None, None, None, None, request.num_cached, None)
