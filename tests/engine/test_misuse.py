@@ -1,5 +1,7 @@
 """What users do to an LLM that it must take: threads, streams read in turns, wrong types, use after close."""
 
+import os
+import signal
 import threading
 
 import numpy as np
@@ -123,3 +125,27 @@ def test_tokens_that_the_model_has_no_row_for(tmp_path):
         with pytest.raises(RequestError, match="which the tokenizer knows but the model does not"):
             llm.generate("a<big>b", GREEDY)
         assert text(llm, "ab")
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_an_engine_that_speculates_goes_on_after_ctrl_c_within_a_step(folder, monkeypatch, streamed):
+    """What is half done when a user interrupts it is finished first: else the step would be missed for ever."""
+    params, prompt = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True), [1, 2, 3]
+    with LLM(str(folder), speculate="ngram", max_num_seqs=4, kv_cache="1MiB") as llm:
+        (want,) = llm.generate(prompt, params)
+        with monkeypatch.context() as patch:
+            execute, calls = llm.engine._worker.execute, []
+
+            def interrupted(plan):
+                calls.append(plan)
+                if len(calls) == 3:
+                    os.kill(os.getpid(), signal.SIGINT)
+                return execute(plan)
+
+            patch.setattr(llm.engine._worker, "execute", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                list(llm.stream(prompt, params)) if streamed else llm.generate([prompt] * 2, params)
+        assert len(calls) == 3 and not llm.engine.has_work
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert llm.generate(prompt, params)[0].outputs == want.outputs
+        llm.engine.core.scheduler.check()

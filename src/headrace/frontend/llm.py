@@ -16,6 +16,7 @@ from headrace.config import EngineArgs
 from headrace.core.request import RequestError
 from headrace.frontend.engine import Engine
 from headrace.frontend.input import Prompt
+from headrace.frontend.interrupts import HeldInterrupts
 from headrace.frontend.output import RequestOutput, Update
 from headrace.frontend.progress import progress_bar
 from headrace.ledger.bill import Bill
@@ -86,7 +87,7 @@ class LLM:
         try:
             for index, (prompt, one) in enumerate(zip(batch, each, strict=True)):
                 try:
-                    with self._lock:
+                    with self._lock, HeldInterrupts():
                         outputs.append(self.engine.submit(prompt, one, add_special=add_special, live=False))
                 except RequestError as error:
                     if len(batch) == 1:
@@ -94,7 +95,7 @@ class LLM:
                     raise RequestError(f"prompt {index}: {error}") from None
             self._finish(outputs, progress)
         except BaseException:  # a refused prompt, Ctrl-C: nothing may go on in the background
-            with self._lock:
+            with self._lock, HeldInterrupts():
                 for output in outputs:
                     self.engine.abort(output)
             raise
@@ -122,9 +123,10 @@ class LLM:
                 return
             if self.engine.closed:
                 raise RequestError("the engine was closed before this request had ended")
-            for update in self.engine.step():
-                if id(update.output) in self._inboxes:
-                    self._inboxes[id(update.output)].append(update)
+            with HeldInterrupts():
+                for update in self.engine.step():
+                    if id(update.output) in self._inboxes:
+                        self._inboxes[id(update.output)].append(update)
 
     def chat(
         self,
@@ -148,7 +150,7 @@ class LLM:
     ) -> Iterator[Update]:
         """Complete one prompt, an update a step. Leaving the loop early ends the request."""
         inbox: deque[Update] = deque()
-        with self._lock:
+        with self._lock, HeldInterrupts():
             output = self.engine.submit(prompt, params, add_special=add_special)
             self._inboxes[id(output)] = inbox
         try:
@@ -157,7 +159,7 @@ class LLM:
                 while inbox:
                     yield inbox.popleft()
         finally:
-            with self._lock:
+            with self._lock, HeldInterrupts():
                 del self._inboxes[id(output)]
                 self.engine.abort(output)
 
