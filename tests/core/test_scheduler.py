@@ -429,6 +429,12 @@ def test_windows_give_blocks_back():
 # -- priorities (field case C06)
 
 
+def test_a_prompt_waits_for_what_its_window_gives_back_once_its_own_steps_are_done():
+    core, _ = make_core(num_blocks=5, budget=8, windows=(6,), seqs=1, depth=2)
+    core.add(make_request("a", list(range(40)), 2))
+    assert run(core, limit=50)["a"] == (expected_output(list(range(40)), 2), FinishReason.LENGTH)
+
+
 def test_equal_priorities_never_displace_and_the_low_job_finishes_after_the_flood():
     core, _ = make_core(num_blocks=64, seqs=1, policy="priority")
     low = make_request("low", [1, 2, 3], 12, priority=5)

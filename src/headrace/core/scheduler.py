@@ -232,8 +232,9 @@ class Scheduler:
                 return False
             victim = next((r for r in reversed(self.running) if self._idle(r)), request)
             own = victim is request or (victim.beam is not None and victim.beam is request.beam)
-            if own and not (self._idle(request) and self._age(request) >= self._age(self.running[-1])):
-                # the younger ones, or others of its own beam, run in this very step
+            going = request.num_scheduled > request.num_computed  # then its windows may give blocks back
+            if own and (going or not self._idle(request) or self._age(request) < self._age(self.running[-1])):
+                # or the younger ones, or others of its own beam, run in this very step
                 self.trace.refusals.append(
                     f"request {request.id} waits: needs {self.kv.shortfall(request, num_tokens)} blocks, "
                     f"{pool.num_free} free"
