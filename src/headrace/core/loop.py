@@ -88,7 +88,7 @@ class EngineCore:
 
     def abort(self, request_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT) -> list[TokenOutput]:
         """End requests now, wherever they are; returns what ended."""
-        self._tell()
+        self.tell()
         outputs = self.scheduler.abort(request_ids, reason)
         self._observer.aborted(outputs)
         return outputs
@@ -112,7 +112,7 @@ class EngineCore:
                 break
             self._observer.planned(plan, self.scheduler, time.perf_counter() - started)
             self._in_flight.append((plan, self._runner.execute(plan)))
-        self._tell()
+        self.tell()
         if not self._in_flight:
             if self.scheduler.has_work:
                 raise RuntimeError(f"the scheduler is stuck: {'; '.join(self.scheduler.trace.refusals) or 'no reason'}")
@@ -127,7 +127,7 @@ class EngineCore:
         outputs = self.scheduler.commit(plan, result)
         self._untold = plan, result, outputs, time.perf_counter() - started
         if not self._may_wait(plan, outputs):
-            self._tell()
+            self.tell()
         if not self.has_work:
             self._last = None
         if self._always_check or not self.has_work:
@@ -136,12 +136,13 @@ class EngineCore:
 
     def _may_wait(self, plan: StepPlan, outputs: list[TokenOutput]) -> bool:
         """Whether the observer may be told of the step after the next one is sent. Where steps could overlap and this
-        one's tokens had to be waited for, a GPU has nothing to do until then."""
-        alone = self._depth > 1 and not self._in_flight
+        one's tokens had to be waited for, since drafts go on from them, a GPU has nothing to do until then."""
+        alone = self.scheduler.drafting.speculates and self._depth > 1 and not self._in_flight
         decodes = bool((plan.lengths == plan.num_drafts + 1).all())  # times of prompts are told to the moment
         return alone and decodes and self.has_work and not any(news.finish_reason for news in outputs)
 
-    def _tell(self) -> None:
+    def tell(self) -> None:
+        """Whoever asks the observer wants to know of all steps that have ended: tell it of the last one."""
         if self._untold is not None:
             untold, self._untold = self._untold, None
             self._observer.committed(*untold)

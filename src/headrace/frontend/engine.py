@@ -267,6 +267,7 @@ class Engine:
         merged); so far, if it still runs. None: never heard of, ended too long ago, or no ledger is kept."""
         if self._observer is None:
             return None
+        self._core.tell()
         bill = self._observer.bill(request_id)
         if bill is not None:
             return bill
