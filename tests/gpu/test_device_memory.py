@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from headrace import LLM, SamplingParams
+from headrace.autopilot.host_bound import HostBound
 from headrace.worker.device_memory import NO_MEMORY
 from headrace.worker.device_runner import DeviceRunner
 from tiny import write_tiny_llama
@@ -73,6 +74,40 @@ def test_what_fits_nowhere_ends_with_the_reason_and_the_others_go_on(tmp_path, g
     found = outputs(model)
     assert found[1].finish_reason == "error" and NO_MEMORY in (found[1].error or "")
     assert [found[i].token_ids for i in (0, 2, 3)] == [want[i].token_ids for i in (0, 2, 3)]
+
+
+def test_what_is_in_flight_is_read_before_a_step_runs_in_parts(tmp_path, gpu_engine, scarce, monkeypatch):
+    """Parts take the places where results land."""
+    model = write_tiny_llama(tmp_path, layers=1)
+    params = [SamplingParams(temperature=0, max_tokens=6 + more, ignore_eos=True) for more in range(4)]
+    want = outputs(model, params=params, device="cpu")
+    execute = DeviceRunner.execute
+
+    def sent(self, plan):
+        scarce["tokens"] = 2 if plan.num_tokens == plan.num_spans else 10**9
+        return execute(self, plan)
+
+    monkeypatch.setattr(DeviceRunner, "execute", sent)
+    found = outputs(model, params=params, steps_in_flight=2)
+    assert scarce["failures"] > 0
+    assert [each.token_ids for each in found] == [each.token_ids for each in want]
+
+
+def test_a_visit_goes_on_where_its_memory_ran_out(tmp_path, gpu_engine, monkeypatch):
+    model, params = write_tiny_llama(tmp_path, layers=1), SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    want = outputs(model, [[1, 2, 3]], params, device="cpu")
+    step, calls = DeviceRunner._step, []
+
+    def fails_once(self, *args):
+        calls.append(args)
+        if len(calls) == 4:  # the prompt, then the third run of a visit
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return step(self, *args)
+
+    monkeypatch.setattr(DeviceRunner, "_step", fails_once)
+    monkeypatch.setattr(HostBound, "runs", lambda self, num_rows: 4)
+    found = outputs(model, [[1, 2, 3]], params, steps_in_flight=2)
+    assert len(calls) > 4 and [each.token_ids for each in found] == [each.token_ids for each in want]
 
 
 def test_steps_are_ranges_of_profilers_if_asked(tmp_path, gpu_engine, monkeypatch):

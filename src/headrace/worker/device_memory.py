@@ -18,14 +18,20 @@ NO_MEMORY = (
 )
 
 
-class StepTooLarge(RuntimeError):
-    """The GPU's memory ran out before a step had changed the request table."""
-
-
 class Running(Protocol):
     """A step that was sent."""
 
     def result(self) -> StepResult: ...
+
+
+class StepTooLarge(RuntimeError):
+    """The GPU's memory ran out before a step had changed the request table; or after `num_done` of its runs, which
+    `done` knows the result of."""
+
+    def __init__(self, message: str):
+        super().__init__(message)
+        self.done: Running | None = None
+        self.num_done = 0
 
 
 def without_drafts(plan: StepPlan) -> StepPlan:
@@ -37,10 +43,14 @@ def without_drafts(plan: StepPlan) -> StepPlan:
     return replace(plan, spans=spans, draft_limits=np.zeros((0, plan.num_spans), np.int32))
 
 
-def run_in_parts(execute: Callable[[StepPlan], Running], plan: StepPlan) -> StepResult:
+def run_in_parts(
+    execute: Callable[[StepPlan], Running], plan: StepPlan, done: Running | None = None, num_done: int = 0
+) -> StepResult:
     """The result of a plan that did not fit, whose changes to the table were made: nothing that a step writes is seen
-    before its last kernel, so it can run again. Halves of its spans run one after the other, and halves of those."""
-    return _run(execute, replace(plan, admits=(), new_blocks=(), forks=(), block_copies=(), released=()))
+    before its last kernel, so it can run again. Halves of its spans run one after the other, and halves of those.
+    Of a step of several runs, `num_done` need not: `done`."""
+    plan = replace(plan, admits=(), new_blocks=(), forks=(), block_copies=(), released=())
+    return _run(execute, plan) if done is None else _rest(execute, plan, done, num_done)
 
 
 def _run(execute: Callable[[StepPlan], Running], plan: StepPlan) -> StepResult:
@@ -48,8 +58,10 @@ def _run(execute: Callable[[StepPlan], Running], plan: StepPlan) -> StepResult:
         torch.cuda.empty_cache()
     try:
         return execute(plan).result()
-    except StepTooLarge:
-        pass  # beyond this block, what the exception held of the step is free
+    except StepTooLarge as error:  # beyond this block, what the exception held of the step is free
+        done, num_done = error.done, error.num_done
+    if done is not None:
+        return _rest(execute, plan, done, num_done)
     if plan.num_spans == 1:
         return StepResult(plan.step_id, tokens=[[]], num_accepted=[0], errors={0: NO_MEMORY})
     half = plan.num_spans // 2
@@ -58,6 +70,16 @@ def _run(execute: Callable[[StepPlan], Running], plan: StepPlan) -> StepResult:
         for part in (slice(0, half), slice(half, None))
     )
     return _joined(first, second, half)
+
+
+def _rest(execute: Callable[[StepPlan], Running], plan: StepPlan, done: Running, num_done: int) -> StepResult:
+    """The result of a plan of several runs, the first of which are done."""
+    first, spans = done.result(), plan.spans.copy()
+    spans[1] += num_done
+    second = _run(execute, replace(plan, spans=spans, num_runs=plan.num_runs - num_done))
+    errors = {**second.errors, **first.errors}
+    tokens = [[*old, *new] for old, new in zip(first.tokens, second.tokens, strict=True)]
+    return replace(second, tokens=[[] if span in errors else each for span, each in enumerate(tokens)], errors=errors)
 
 
 def _joined(first: StepResult, second: StepResult, half: int) -> StepResult:

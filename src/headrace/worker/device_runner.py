@@ -200,6 +200,7 @@ class DeviceRunner:
             for _ in range(ring)
         ]
         self._turn = 0
+        self._pending: deque[PendingStep] = deque(maxlen=ring - 1)  # the last ones sent, whose results may be unread
         self._unsettled: deque[PendingStep] = deque(maxlen=ring)  # whose tokens the host's table may not know
         self._logits: torch.Tensor | None = None  # of the step that runs, for rows drawn on the host
         if speculation is not None and speculation.wants_features:
@@ -246,7 +247,12 @@ class DeviceRunner:
             if key is not None:
                 self.launcher.run(key, plan.num_tokens)
             else:
-                hidden = self._step_or_too_large(batch, warm, cut)
+                try:
+                    hidden = self._step_or_too_large(batch, warm, cut)
+                except StepTooLarge as error:
+                    if run:
+                        error.done, error.num_done = self._sent(replace(plan, num_runs=run), slot), run
+                    raise
             slot.drawn[run, : plan.num_spans].copy_(self._drawn[: plan.num_spans], non_blocking=True)
         if slot.finished is not None:
             slot.finished.record()
@@ -255,6 +261,7 @@ class DeviceRunner:
         if could is not None and RUNTIME.loaded == loaded:
             observe = partial(self.launcher.observe, could, key is not None)
         pending = PendingStep(plan, slot, plan.yields & ~hosted, time.perf_counter() - started, observe)
+        self._pending.append(pending)
         if self._speculation is None and any_hosted:
             table.advance(plan)
         if not any_hosted and not waits:
@@ -284,6 +291,18 @@ class DeviceRunner:
                     table.commit_hosted(int(plan.rows[span]), token)
         self.flush()  # before a row may change hands
         return FinishedStep(result)
+
+    def settle(self) -> None:
+        """Wait for all that was sent and read it, for more steps to follow than results can lie about."""
+        while self._pending:
+            self._pending.popleft().result()
+
+    @staticmethod
+    def _sent(plan: StepPlan, slot: _Slot) -> PendingStep:
+        """Runs of a step, after which it could not go on."""
+        if slot.finished is not None:
+            slot.finished.record()
+        return PendingStep(plan, slot, plan.yields, 0.0, None)
 
     @torch.inference_mode()
     def _finish(

@@ -137,12 +137,13 @@ class DeviceWorker:
     def _execute(self, plan: StepPlan) -> PendingStep | FinishedStep:
         try:
             return self._runner.execute(plan)
-        except StepTooLarge:
-            pass  # beyond this block, what the exception held of the step is free
+        except StepTooLarge as error:  # beyond this block, what the exception held of the step is free
+            done, num_done = error.done, error.num_done
         print("headrace: the GPU's memory ran out; the step runs again in parts", file=sys.stderr)
+        self._runner.settle()
         if self._drafts:
             plan = without_drafts(plan)
-        return FinishedStep(run_in_parts(self._runner.execute, plan))
+        return FinishedStep(run_in_parts(self._runner.execute, plan, done, num_done))
 
     @property
     def num_graphs(self) -> int:
