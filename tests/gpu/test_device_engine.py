@@ -62,6 +62,17 @@ def test_several_runs_of_a_step_give_the_same_tokens(model, gpu_engine, monkeypa
     assert [[choice.token_ids for choice in output.outputs] for output in outputs] == want
 
 
+def test_what_runs_beyond_a_stop_is_not_counted(model, gpu_engine, monkeypatch):
+    monkeypatch.setattr(HostBound, "runs", lambda self, num_rows: 4)
+    with LLM(str(model), device="cuda", mode="exact", kv_cache="1MiB", **SMALL) as llm:
+        params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+        third = llm.generate([1, 2, 3], params)[0].outputs[0].token_ids[2]
+        before = llm.engine.ledger.totals.output_tokens
+        (output,) = llm.generate([1, 2, 3], params.with_(max_tokens=20, stop_token_ids=(third,)))
+        told = len(output.outputs[0].token_ids)
+        assert llm.engine.ledger.totals.output_tokens - before == told == llm.bill(output).output_tokens
+
+
 @pytest.mark.slow
 def test_a_model_without_a_window(tmp_path, gpu_engine):
     model = write_tiny_llama(tmp_path)

@@ -7,16 +7,19 @@ from headrace.core.request import FinishReason, Request, TokenOutput
 
 
 def accept_tokens(request: Request, tokens: list[int]) -> list[int]:
-    """Append `tokens` to the request until one ends it; returns those appended and sets `finish_reason`."""
+    """Append `tokens` to the request until one ends it, and drop those behind it, which nobody is told of nor counts;
+    returns those appended and sets `finish_reason`."""
     known, max_len = request.token_ids, request.max_len
     for count, token in enumerate(tokens, start=1):
         known.append(token)
         if token in request.stop_ids:
             request.finish_reason = FinishReason.STOP
-            return tokens[:count]
-        if len(known) >= max_len:
+        elif len(known) >= max_len:
             request.finish_reason = FinishReason.LENGTH
-            return tokens[:count]
+        else:
+            continue
+        del tokens[count:]
+        break
     return tokens
 
 
