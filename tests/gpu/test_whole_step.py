@@ -141,7 +141,9 @@ def test_a_build_is_made_once(tmp_path):
     again = Build(shape, find_compiler(), tmp_path)
     assert again.path == build.path and again.ready()
     assert [each.name for each in tmp_path.iterdir()] == [build.path.name]
-    assert Build(replace(shape, page=32), find_compiler(), tmp_path).path != build.path
+    other = Build(replace(shape, page=32), find_compiler(), tmp_path)
+    other.stop()
+    assert other.path != build.path
 
 
 @NEEDS_NVCC
