@@ -127,8 +127,16 @@ def test_tokens_that_the_model_has_no_row_for(tmp_path):
         assert text(llm, "ab")
 
 
+@pytest.fixture
+def ctrl_c():
+    """SIGINT as a terminal's programs have it; shells let what they start in the background ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("streamed", [False, True])
-def test_an_engine_that_speculates_goes_on_after_ctrl_c_within_a_step(folder, monkeypatch, streamed):
+def test_an_engine_that_speculates_goes_on_after_ctrl_c_within_a_step(folder, monkeypatch, ctrl_c, streamed):
     """What is half done when a user interrupts it is finished first: else the step would be missed for ever."""
     params, prompt = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True), [1, 2, 3]
     with LLM(str(folder), speculate="ngram", max_num_seqs=4, kv_cache="1MiB") as llm:

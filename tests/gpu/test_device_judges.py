@@ -33,6 +33,7 @@ def run(model, params=PARAMS, **options):
         return found, (totals.draft_tokens, totals.accepted_draft_tokens), llm.engine.config.label
 
 
+@pytest.mark.slow
 def test_coins_fall_as_on_a_cpu(models, gpu_engine):
     """The same text, which is nobody's, and the same label; a row that the host draws for has the same coins."""
     params = [each.with_(seed=3) for each in (GREEDY, PARAMS[0], GREEDY.with_(repetition_penalty=1.2))]
@@ -56,7 +57,8 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", ["ngram", *(pytest.param(way, marks=pytest.mark.slow) for way in ("draft", "trees"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["ngram", "draft", "trees"])
 def test_residual_verification_as_on_a_cpu(models, gpu_engine, way):
     """Both engines draft the same, by the same noise, and judge by the same coins: the texts are equal."""
     options = {name: models.get(value, value) for name, value in WAYS[way].items()} | {"verify": "residual"}

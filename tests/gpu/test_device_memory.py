@@ -76,6 +76,7 @@ def test_what_fits_nowhere_ends_with_the_reason_and_the_others_go_on(tmp_path, g
     assert [found[i].token_ids for i in (0, 2, 3)] == [want[i].token_ids for i in (0, 2, 3)]
 
 
+@pytest.mark.slow
 def test_what_is_in_flight_is_read_before_a_step_runs_in_parts(tmp_path, gpu_engine, scarce, monkeypatch):
     """Parts take the places where results land."""
     model = write_tiny_llama(tmp_path, layers=1)

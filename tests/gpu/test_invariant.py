@@ -120,7 +120,8 @@ LOOPS = [[65, 66, 67] * 20, [9] * 12, [80, 81, 82, 83] * 5]
 FEW = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, allowed_token_ids=(70, 71))
 
 
-@pytest.mark.parametrize("speculate", ["ngram", pytest.param("draft", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("speculate", ["ngram", "draft"])
 def test_drafts_are_attended_as_tokens_alone(tmp_path, gpu_engine, monkeypatch, speculate):
     """In pieces of as many tokens as there are rows: beside rows of the host, and, of the model itself, padded."""
     import headrace.attention.triton as backend
@@ -159,6 +160,7 @@ def test_with_drafts_as_without_bit_for_bit(tmp_path, gpu_engine, dim, speculate
     assert [each.logprobs for each in drafted] == [each.logprobs for each in plain]
 
 
+@pytest.mark.slow
 def test_a_prompts_last_token_goes_the_way_of_prompts(tmp_path, gpu_engine, monkeypatch):
     """Alone, beside texts that go on and behind a longer prompt: by the same kernel, so with the same bits."""
     sent = []
