@@ -14,6 +14,7 @@ from headrace.worker.device_trees import StepTrees
 from tiny import write_tiny_llama
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "spec"))
+from test_device_speculation import Knowing
 from test_eagle import write_head
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -32,20 +33,11 @@ def texts(outputs):
     return [[(c.token_ids, c.finish_reason, c.logprobs and len(c.logprobs)) for c in o.outputs] for o in outputs]
 
 
-class Branching:
+class Branching(Knowing):
     """Trees of which one path is what is coming, as far as it goes, behind and beside wrong nodes."""
 
     def __init__(self, known):
-        self.known, self.rows = known, {}
-
-    def admit(self, admits):
-        for admit in admits:
-            prompt = tuple(admit.token_ids[: admit.prompt_len])
-            self.rows[admit.row] = [*prompt, *self.known[prompt, admit.choice]]
-
-    def release(self, rows):
-        for row in rows:
-            del self.rows[row]
+        super().__init__(known, num_tokens=3, wrong=0)
 
     def propose(self, context):
         assert context.nodes
@@ -53,7 +45,7 @@ class Branching:
         for row, limit in zip(context.rows.tolist(), context.limits, strict=True):
             known, text, tree = int(context.num_tokens[row]), self.rows[row], TokenTree()
             assert context.token_ids[row, :known].tolist() == text[:known], "the host's table has what was drawn"
-            coming = text[known : known + min(limit, 3)]
+            coming = text[known : known + min(limit, self.num_tokens)]
             if coming and known % 5:
                 tree.add_path([(coming[0] + 1) % 250] * 2, [0.95, 0.9])
                 tree.add_path([*coming[:-1], (coming[-1] + 1) % 250], [0.8, 0.7, 0.6][: len(coming)])

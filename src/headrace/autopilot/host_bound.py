@@ -28,6 +28,7 @@ class _Load:
         self.runs = 1
         self.rates: dict[int, tuple[float, int]] = {}  # runs -> runs a second, and in which window they were measured
         self.windows = 0
+        self.told: list[tuple[str, ...]] = []  # of the number of runs, to the ledger
         self.begin()
 
     def begin(self) -> None:
@@ -43,11 +44,10 @@ class HostBound:
 
     def runs(self, num_rows: int) -> int:
         load = self._loads.get(num_rows.bit_length())
-        self._told = []
-        if load is None or load.runs == 1:
+        if load is None:
+            self._told = []
             return 1
-        rates = ", ".join(f"{runs}: {rate:.0f} steps/s" for runs, (rate, _) in sorted(load.rates.items()))
-        self._told = [("runs a visit", str(load.runs), f"the host is what such steps wait for ({rates})", "1")]
+        self._told = load.told
         return load.runs
 
     def decisions(self) -> list[tuple[str, ...]]:
@@ -81,3 +81,6 @@ class HostBound:
                 load.runs = 2 * runs
         elif share > _SLACK and runs > 1:
             load.runs = runs // 2
+        rates = ", ".join(f"{runs}: {rate:.0f} steps/s" for runs, (rate, _) in sorted(load.rates.items()))
+        told = ("runs a visit", str(load.runs), f"the host is what such steps wait for ({rates})", "1")
+        load.told = [told] if load.runs > 1 else []

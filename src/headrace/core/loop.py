@@ -137,9 +137,10 @@ class EngineCore:
     def _may_wait(self, plan: StepPlan, outputs: list[TokenOutput]) -> bool:
         """Whether the observer may be told of the step after the next one is sent. Where steps could overlap and this
         one's tokens had to be waited for, since drafts go on from them, a GPU has nothing to do until then."""
-        alone = self.scheduler.drafting.speculates and self._depth > 1 and not self._in_flight
+        if self._depth == 1 or self._in_flight or not self.scheduler.drafting.speculates or not self.has_work:
+            return False
         decodes = bool((plan.lengths == plan.num_drafts + 1).all())  # times of prompts are told to the moment
-        return alone and decodes and self.has_work and not any(news.finish_reason for news in outputs)
+        return decodes and not any(news.finish_reason for news in outputs)
 
     def tell(self) -> None:
         """Whoever asks the observer wants to know of all steps that have ended: tell it of the last one."""

@@ -111,10 +111,6 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self._requests)
 
-    @property
-    def num_in_flight(self) -> int:
-        return len(self._in_flight)
-
     def num_untold(self, request_id: str) -> int:
         """Tokens that a request has generated and nobody has been told of."""
         request = self._requests.get(request_id)
@@ -391,8 +387,9 @@ class Scheduler:
         request.num_computed += length
         if index in result.errors:
             told = [request] if request.beam is None else request.beam.members
-            self._end(request, why := FinishReason.ERROR)
-            return outputs.extend(broken_off(each, why, result.errors[index]) for each in told)
+            self._end(request, FinishReason.ERROR)
+            outputs += [broken_off(each, FinishReason.ERROR, result.errors[index]) for each in told]
+            return
         if index in result.prompt_logprobs:  # after a preemption the first come a second time
             had = len(request.prompt_logprobs) - (request.num_computed - length)
             request.prompt_logprobs.extend(result.prompt_logprobs[index][had:])
@@ -402,9 +399,9 @@ class Scheduler:
                     outputs += self._decide(request.beam)
             else:
                 if num_drafts:
-                    rejected = num_drafts - (accepted := result.num_accepted[index])
-                    request.num_computed -= rejected
-                    request.num_scheduled -= rejected
+                    accepted = result.num_accepted[index]
+                    request.num_computed -= num_drafts - accepted
+                    request.num_scheduled -= num_drafts - accepted
                     self.verified.append(note_verified(self.drafting, request, num_drafts, accepted))
                 if result.num_drafts:
                     request.num_drafts = result.num_drafts[index]

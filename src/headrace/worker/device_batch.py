@@ -104,7 +104,7 @@ class DeviceBatchBuilder:
         self._blank = np.zeros(layout.size, np.int32)
         self._blank[layout.slices["tile_span"]] = -1
         self._padded: dict[GraphKey, DeviceBatch] = {}
-        # (key, rows, lengths and drafts, rows that draw) of the padded step that was sent last, if the GPU has it still
+        # what the padded step that was sent last is known by, if the GPU has it still
         self._same: tuple[Any, ...] | None = None
         self._patch_pinned = [torch.zeros(0, dtype=torch.int32) for _ in range(ring)]
         self._patch_events: list[torch.cuda.Event | None] = [None] * ring

@@ -165,20 +165,10 @@ class DeviceTable:
         self.patches.add(row * RECORD + SHIFT, np.array([shift], np.int32))
 
     def _classify(self, admit: Admit) -> None:
-        row, params, sampling = admit.row, admit.params, self.host.sampling
-        self.hosted[row] = self._hosts is not Hosts.NONE and bool(
-            (self._hosts is Hosts.WARM and sampling.temperature[row] > 0)
-            or sampling.penalised[row]
-            or sampling.biased[row]
-            or sampling.limited[row]
-            or sampling.censored[row]
-            or sampling.constrained[row]
-            or sampling.logprobs[row] >= 0
-            or sampling.prompt_logprobs[row] >= 0
-            or sampling.candidates[row] > 0
-            or params.min_tokens > 0
-        )
-        self.warm[row] = sampling.temperature[row] > 0
+        row, params = admit.row, admit.params
+        self.warm[row] = warm = params.temperature > 0
+        odd = not params.is_simple or (warm and self._hosts is Hosts.WARM)
+        self.hosted[row] = odd and self._hosts is not Hosts.NONE
         self.cut[row] = self.warm[row] and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
 
     def _send_row(self, row: int) -> None:
