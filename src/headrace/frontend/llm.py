@@ -84,25 +84,27 @@ class LLM:
         else:
             raise RequestError(f"params must be SamplingParams, or one for each prompt, not {type(params).__name__}")
         outputs: list[RequestOutput] = []
-        try:
-            for index, (prompt, one) in enumerate(zip(batch, each, strict=True)):
-                try:
-                    with self._lock, HeldInterrupts():
-                        outputs.append(self.engine.submit(prompt, one, add_special=add_special, live=False))
-                except RequestError as error:
-                    if len(batch) == 1:
-                        raise
-                    raise RequestError(f"prompt {index}: {error}") from None
-            self._finish(outputs, progress)
-        except BaseException:  # a refused prompt, Ctrl-C: nothing may go on in the background
-            with self._lock, HeldInterrupts():
-                for output in outputs:
-                    self.engine.abort(output)
-            raise
+        with HeldInterrupts() as held:
+            try:
+                for index, (prompt, one) in enumerate(zip(batch, each, strict=True)):
+                    try:
+                        with self._lock:
+                            outputs.append(self.engine.submit(prompt, one, add_special=add_special, live=False))
+                    except RequestError as error:
+                        if len(batch) == 1:
+                            raise
+                        raise RequestError(f"prompt {index}: {error}") from None
+                    held.let_through()
+                self._finish(outputs, progress, held)
+            except BaseException:  # a refused prompt, Ctrl-C: nothing may go on in the background
+                with self._lock:
+                    for output in outputs:
+                        self.engine.abort(output)
+                raise
         return outputs
 
-    def _finish(self, outputs: list[RequestOutput], progress: bool) -> None:
-        """Step until all have ended."""
+    def _finish(self, outputs: list[RequestOutput], progress: bool, held: HeldInterrupts) -> None:
+        """Step until all have ended, or Ctrl-C came."""
         waiting = deque(outputs)
         with progress_bar("prompts", show=progress) as bar:
             while waiting:
@@ -110,6 +112,7 @@ class LLM:
                     waiting.popleft()
                     continue
                 self._step(waiting[0])
+                held.let_through()
                 if progress:
                     done = sum(output.finished for output in outputs)
                     with self._lock:
@@ -123,10 +126,9 @@ class LLM:
                 return
             if self.engine.closed:
                 raise RequestError("the engine was closed before this request had ended")
-            with HeldInterrupts():
-                for update in self.engine.step():
-                    if id(update.output) in self._inboxes:
-                        self._inboxes[id(update.output)].append(update)
+            for update in self.engine.step():
+                if id(update.output) in self._inboxes:
+                    self._inboxes[id(update.output)].append(update)
 
     def chat(
         self,
@@ -155,7 +157,8 @@ class LLM:
             self._inboxes[id(output)] = inbox
         try:
             while inbox or not output.finished:
-                self._step(output)
+                with HeldInterrupts():
+                    self._step(output)
                 while inbox:
                     yield inbox.popleft()
         finally:
