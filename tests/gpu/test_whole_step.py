@@ -4,10 +4,12 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from whole_step_model import StepInputs, make_model, reference_step, spec_of
 
+from headrace.core.plan import StepPlan
 from headrace.ops.cuda.library import Build, BuildError, StepLibrary, compiler_version, find_compiler, unavailable
 from headrace.ops.cuda.shape import SHARED, cut_product, cut_step, measured_rows
 from headrace.worker import step_kernel
@@ -34,6 +36,12 @@ MODELS = {
 LENGTHS = {
     "one": [257], "first token": [1], "two, padded": [1, 700], "three": [16, 17, 3000], "four": [255, 256, 257, 31],
     "eight": [1, 2, 100, 3000, 16, 640, 33, 1500],
+}  # fmt: skip
+# name -> (context of each span's last token, tokens of each span)
+SPANS = {
+    "one draft": ([300], [2]), "a whole prompt": ([5], [5]), "seven drafts": ([1027], [8]),
+    "across parts": ([259], [4]), "two spans, padded": ([17, 3000], [3, 2]), "beside one without": ([40, 700], [1, 4]),
+    "four pairs": ([2, 256, 257, 1025], [2, 2, 2, 2]),
 }  # fmt: skip
 
 
@@ -69,23 +77,28 @@ def error_of(found, wanted):
 
 @pytest.mark.gpu
 @NEEDS_GPU
-@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+@pytest.mark.parametrize(
+    ("ends", "counts"),
+    [*((lengths, None) for lengths in LENGTHS.values()), *SPANS.values()],
+    ids=[*LENGTHS, *SPANS],
+)
 @torch.inference_mode()
-def test_logits_and_cache_are_those_of_float32(made, lengths):
+def test_logits_hidden_states_and_cache_are_those_of_float32(made, ends, counts):
     model, _, _, page = made
-    inputs = StepInputs(model.spec, lengths, page)
+    inputs = StepInputs(model.spec, ends, page, counts=counts)
     before = [tuple(each.clone() for each in pair) for pair in inputs.pages]
     wanted, written = reference_step(model, inputs)
-    capacity = next(size for size in (1, 2, 4, 8) if size >= len(lengths))
-    spans, count = inputs.spans(capacity)
-    step = whole_step(made, inputs)
-    logits = step.logits(spans, inputs.block_table, count)[: len(lengths)]
+    tokens = len(inputs.lengths)
+    capacity = next(size for size in (1, 2, 4, 8) if size >= tokens)
+    step = whole_step(made, inputs, least_keys=32 if counts else 256)
+    logits = step.logits(*inputs.step(capacity))[:tokens]
     assert error_of(logits, wanted) < 2e-2
+    assert error_of(model.logits(step.hidden(tokens)), wanted) < 2e-2
     for layer, pair in enumerate(inputs.pages):
         for found, old, new in zip(pair, before[layer], written[layer], strict=True):
-            for row, length in enumerate(lengths):
-                block, inside = inputs.place(row, length - 1)
-                assert error_of(found[block, :, inside].float(), new[row]) < 2e-2
+            for token, length in enumerate(inputs.lengths):
+                block, inside = inputs.place(token, length - 1)
+                assert error_of(found[block, :, inside].float(), new[token]) < 2e-2
                 found[block, :, inside] = old[block, :, inside]
             assert torch.equal(found.view(torch.int16), old.view(torch.int16)), "something else was written"
 
@@ -93,22 +106,23 @@ def test_logits_and_cache_are_those_of_float32(made, lengths):
 @pytest.mark.gpu
 @NEEDS_GPU
 @pytest.mark.parametrize("least_keys", [16, 256])
+@pytest.mark.parametrize(("ends", "counts"), [([1500, 40, 700, 3, 257], None), ([1500, 257], [3, 2])])
 @torch.inference_mode()
-def test_the_same_bits_in_every_run_and_in_a_graph(made, least_keys):
+def test_the_same_bits_in_every_run_and_in_a_graph(made, least_keys, ends, counts):
     model, _, _, page = made
-    inputs = StepInputs(model.spec, [1500, 40, 700, 3, 257], page)
+    inputs = StepInputs(model.spec, ends, page, counts=counts)
     step = whole_step(made, inputs, least_keys=least_keys)
-    spans, count = inputs.spans(8)
-    first = step.logits(spans, inputs.block_table, count)[:5].clone()
+    called = inputs.step(8)
+    first = step.logits(*called)[:5].clone()
     assert error_of(first, reference_step(model, inputs)[0]) < 2e-2
     for _ in range(5):
-        assert torch.equal(step.logits(spans, inputs.block_table, count)[:5], first)
+        assert torch.equal(step.logits(*called)[:5], first)
     graph = torch.cuda.CUDAGraph()
-    count.zero_()  # as graphs are captured: of padding only
+    called[2].zero_()  # as graphs are captured: of padding only
     with torch.cuda.graph(graph):
-        logits = step.logits(spans, inputs.block_table, count)
+        logits = step.logits(*called)
     graph.replay()
-    count.fill_(5)
+    called[2].fill_(5)
     for _ in range(3):
         logits.zero_()
         graph.replay()
@@ -122,12 +136,24 @@ def test_steps_of_padding_only_write_nothing(made):
     model, _, _, page = made
     inputs = StepInputs(model.spec, [5, 6], page)
     before = [tuple(each.clone() for each in pair) for pair in inputs.pages]
-    spans, count = inputs.spans(2)
-    count.zero_()
-    whole_step(made, inputs).logits(spans, inputs.block_table, count)
+    called = inputs.step(2)
+    called[2].zero_()
+    whole_step(made, inputs).logits(*called)
     for pair, old in zip(inputs.pages, before, strict=True):
         for found, kept in zip(pair, old, strict=True):
             assert torch.equal(found.view(torch.int16), kept.view(torch.int16))
+
+
+@pytest.mark.gpu
+@NEEDS_GPU
+@torch.inference_mode()
+def test_logits_of_fewer_tokens_are_the_first_of_all(made):
+    model, _, _, page = made
+    inputs = StepInputs(model.spec, [40, 700], page)
+    called = inputs.step(2)
+    whole = whole_step(made, inputs).logits(*called).clone()
+    wanted = model.spec.vocab_size - 7
+    assert torch.equal(whole_step(made, inputs, vocab_size=wanted).logits(*called), whole[:, :wanted])
 
 
 # -- anywhere
@@ -240,7 +266,7 @@ def fake_step(monkeypatch):
     class FakeStep:
         most_rows = 4
 
-        def __init__(self, *parts):
+        def __init__(self, *parts, vocab_size=None):
             pass
 
         def try_launch(self):
@@ -254,6 +280,7 @@ def fake_step(monkeypatch):
 def kernel_of(build, limit=8):
     class Cache:
         pages = None
+        layout = SimpleNamespace(block_bytes=16 << 15, block_size=16)
 
     return step_kernel.StepKernel(build, limit, None, Cache())
 
@@ -263,8 +290,20 @@ def test_the_chain_serves_until_the_kernel_is_compiled(fake_step):
     small, large = GraphKey(4, 4, True, False), GraphKey(8, 8, False, False)
     assert not kernel.serves(small) and kernel.state == "being compiled"
     assert kernel.arrives() and not kernel.arrives()
-    assert kernel.serves(small) and not kernel.serves(large) and kernel.state == "up to 4 rows"
-    assert not kernel.serves(GraphKey(2, 4, False, False, True)) and not kernel.serves(GraphKey(2, 64, False, False))
+    assert kernel.serves(small) and not kernel.serves(large) and kernel.state == "up to 4 tokens"
+    drafts = GraphKey(2, 4, False, False, short=True)
+    assert kernel.serves(drafts) and not kernel.serves(replace(drafts, num_tokens=5))
+    assert not kernel.serves(replace(drafts, tree=True)) and not kernel.serves(replace(drafts, far=True))
+    assert not kernel.serves(GraphKey(2, 64, False, False))
+
+
+def test_drafts_behind_long_contexts_are_for_the_chain(fake_step):
+    kernel = kernel_of(FakeBuild())  # a token has 32 KiB of keys and values
+    spans = np.array([[0, 1], [4000, 4000], [4, 4], [3, 3]], np.int32)
+    plan = StepPlan(0, spans=spans, yields=np.ones(2, bool))
+    assert not kernel.too_far(plan)
+    spans[1] = 4100
+    assert kernel.too_far(StepPlan(0, spans=spans, yields=np.ones(2, bool)))
 
 
 @pytest.mark.parametrize("where", ["compiler", "launch"])

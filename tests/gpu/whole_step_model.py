@@ -63,13 +63,18 @@ def make_model(spec, positions=4096):
 
 
 class StepInputs:
-    """Rows with random contexts: a cache full of noise, blocks in any order."""
+    """Spans with random contexts: a cache full of noise, blocks in any order."""
 
-    def __init__(self, spec, lengths, page=16, seed=0, room=3):
+    def __init__(self, spec, ends, page=16, seed=0, room=3, counts=None):
+        """`ends`: the context of each span's last token, itself included; `counts`: tokens of each span, 1 if None."""
         generator = torch.Generator(DEVICE).manual_seed(seed)
-        self.spec, self.lengths, self.page = spec, lengths, page
-        most = max([-(-length // page) for length in lengths], default=1) + 1
-        table_rows = len(lengths) + room
+        self.spec, self.page = spec, page
+        self.counts = [1] * len(ends) if counts is None else counts
+        tokens = [(span, end - left) for span, end in enumerate(ends) for left in reversed(range(self.counts[span]))]
+        self.span_of = [span for span, _ in tokens]
+        self.lengths = [length for _, length in tokens]  # of each token's context
+        most = max([-(-end // page) for end in ends], default=1) + 1
+        table_rows = len(ends) + room
         blocks = table_rows * most + 5
         shape = (blocks, spec.num_kv_heads, page, spec.head_dim)
         self.pages = [
@@ -78,34 +83,35 @@ class StepInputs:
         ]
         order = torch.randperm(blocks, generator=generator, device=DEVICE)[: table_rows * most]
         self.block_table = order.view(table_rows, most).int()
-        self.rows = torch.randperm(table_rows, generator=generator, device=DEVICE)[: len(lengths)].int()
-        self.tokens = torch.randint(0, spec.vocab_size, (len(lengths),), generator=generator, device=DEVICE).int()
+        self.rows = torch.randperm(table_rows, generator=generator, device=DEVICE)[: len(ends)].int()
+        self.tokens = torch.randint(0, spec.vocab_size, (len(tokens),), generator=generator, device=DEVICE).int()
 
-    def spans(self, capacity):
-        """(spans, number of real rows) of a step that is padded to `capacity` rows."""
-        count = len(self.lengths)
+    def step(self, capacity):
+        """What a step padded to `capacity` tokens is called with: spans, block table, number of tokens, their spans."""
 
-        def padded(values, fill):
-            out = torch.full((capacity,), fill, dtype=torch.int32, device=DEVICE)
-            out[:count] = torch.as_tensor(values, dtype=torch.int32, device=DEVICE)
+        def padded(values, size, fill=0):
+            out = torch.full((size,), fill, dtype=torch.int32, device=DEVICE)
+            out[: len(values)] = torch.as_tensor(values, dtype=torch.int32, device=DEVICE)
             return out
 
-        lengths = padded(self.lengths, 0)
+        positions = padded([length - 1 for length in self.lengths], capacity)
+        starts = [sum(self.counts[:span]) for span in range(len(self.counts) + 1)]
         spans = StepSpans(
-            rows=padded(self.rows, 0), query_start=torch.arange(capacity + 1, dtype=torch.int32, device=DEVICE),
-            num_rows=torch.tensor([count], dtype=torch.int32, device=DEVICE), token_ids=padded(self.tokens, 0),
-            positions=(lengths - 1).clamp(min=0), seq_lens=lengths, slots=lengths[None],
+            rows=padded(self.rows, capacity), query_start=padded(starts, capacity + 1, capacity),
+            num_rows=padded([len(self.counts)], 1), token_ids=padded(self.tokens, capacity), positions=positions,
+            seq_lens=positions, slots=positions[None],
         )  # fmt: skip
-        return spans, spans.num_rows
+        span_of = None if max(self.counts, default=1) == 1 else padded(self.span_of, capacity)
+        return spans, self.block_table, padded([len(self.lengths)], 1), span_of
 
-    def place(self, row, position):
-        block = int(self.block_table[int(self.rows[row]), position // self.page])
+    def place(self, token, position):
+        block = int(self.block_table[int(self.rows[self.span_of[token]]), position // self.page])
         return block, position % self.page
 
-    def context(self, layer, row):
-        """Keys and values [length - 1, kv heads, D] in the cache, float32."""
-        spec, length = self.spec, self.lengths[row] - 1
-        blocks = self.block_table[int(self.rows[row]), : -(-length // self.page)].long()
+    def context(self, layer, token):
+        """Keys and values [N, kv heads, D] that the cache held of a token's context, float32."""
+        spec, length = self.spec, self.lengths[self.span_of.index(self.span_of[token])] - 1
+        blocks = self.block_table[int(self.rows[self.span_of[token]]), : -(-length // self.page)].long()
         return [
             pages[blocks].transpose(1, 2).reshape(-1, spec.num_kv_heads, spec.head_dim)[:length].float()
             for pages in self.pages[layer]
@@ -125,7 +131,7 @@ def _turned(x, cos, sin):
 
 
 def reference_step(model, inputs):
-    """(logits float32 [R, V], new keys and values of each layer [R, kv heads, D])."""
+    """(logits float32 [T, V], new keys and values of each layer [T, kv heads, D])."""
     spec = model.spec
     cos, sin = (table[torch.tensor(inputs.lengths, device=DEVICE) - 1] for table in model.rotaries[spec.rope].tables)
     residual = model.embedding.weight.weight[inputs.tokens.long()].float()
@@ -144,11 +150,12 @@ def reference_step(model, inputs):
         q, k = _turned(q, cos, sin), _turned(k, cos, sin)
         written.append((k, v))
         mixed = []
-        for row in range(len(inputs.lengths)):
-            old_keys, old_values = inputs.context(index, row)
-            keys, values = torch.cat([old_keys, k[row : row + 1]]), torch.cat([old_values, v[row : row + 1]])
+        for token, span in enumerate(inputs.span_of):
+            old_keys, old_values = inputs.context(index, token)
+            new = slice(inputs.span_of.index(span), token + 1)
+            keys, values = torch.cat([old_keys, k[new]]), torch.cat([old_values, v[new]])
             shared = spec.num_heads // spec.num_kv_heads
-            scores = torch.einsum("kgd,nkd->kgn", q[row].view(-1, shared, spec.head_dim), keys)
+            scores = torch.einsum("kgd,nkd->kgn", q[token].view(-1, shared, spec.head_dim), keys)
             weights = torch.softmax(scores * layer.attention.settings.scale, -1)
             mixed.append(torch.einsum("kgn,nkd->kgd", weights, values).reshape(-1))
         residual = residual + torch.stack(mixed) @ layer.attention.out.weights.weight.float().T

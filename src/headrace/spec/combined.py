@@ -125,6 +125,10 @@ class CombinedProposer:
             if (watch := getattr(proposer, "watch", None)) is not None:
                 self._try(source, watch, context)
 
+    def idle(self) -> bool:
+        """No step is in flight: take what was compiled meanwhile for networks on a GPU. Whether there was something."""
+        return any([getattr(proposer, "idle", lambda: False)() for proposer in self._proposers.values()])
+
     def close(self) -> None:
         """Let go of what networks hold on a GPU."""
         for proposer in self._proposers.values():

@@ -31,6 +31,7 @@ class DeviceBatch:
     lines: Lines
     logit_index: torch.Tensor | None  # int32 [L] tokens whose logits are wanted; None: token l of line l
     block_tables: tuple[torch.Tensor, ...]  # G x int32 [max rows, max blocks]
+    num_tokens: torch.Tensor  # int32 [1]  padding left out
     num_decode_rows: torch.Tensor  # int32 [1]  leading spans of one token, padding left out
     num_decodes: int  # the same with padding
     tiles: tuple[torch.Tensor, torch.Tensor] | None  # of the other spans
@@ -51,7 +52,8 @@ class _Layout:
         at = 0
         self.slices: dict[str, slice] = {}
         for name, size in (
-            ("counts", 3),  # spans that are not padding; leading ones of one token; tokens that attend by themselves
+            # spans that are not padding; leading ones of one token; tokens that attend by themselves; tokens
+            ("counts", 4),
             ("rows", max_rows),
             ("query_start", max_rows + 1),
             ("line_of", max_rows),
@@ -137,10 +139,10 @@ class DeviceBatchBuilder:
 
     def _make_padded(self, key: GraphKey) -> DeviceBatch:
         rows, tokens = key.num_rows, key.num_tokens
-        spans, counts = self._spans(rows, tokens), self._part("counts", 3)
+        spans, counts = self._spans(rows, tokens), self._part("counts", 4)
         lines = Lines(self._part("span_of", rows), self._part("line_of", rows))
         if key.decodes:
-            return DeviceBatch(spans, lines, None, self._block_tables, counts[1:2], rows, None, 1)
+            return DeviceBatch(spans, lines, None, self._block_tables, counts[3:], counts[1:2], rows, None, 1)
         if key.short:
             lines = Lines(self._part("span_of", tokens), self._part("line_of", rows), self._part("num_drafts", rows))
         num_tiles = rows + -(-tokens // self._tile)
@@ -149,6 +151,7 @@ class DeviceBatchBuilder:
             lines=lines,
             logit_index=None if key.short else self._part("logit_index", rows),
             block_tables=self._block_tables,
+            num_tokens=counts[3:],
             num_decode_rows=counts[1:2],
             num_decodes=0 if key.short else rows,
             tiles=(self._part("tile_span", num_tiles), self._part("tile_first", num_tiles)),
@@ -160,7 +163,7 @@ class DeviceBatchBuilder:
         )
 
     def _singles(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._part("single_rows", num_tokens), self._part("counts", 3)[2:]
+        return self._part("single_rows", num_tokens), self._part("counts", 4)[2:3]
 
     def _tree(self, num_tokens: int) -> TreeSpans:
         assert self._trees is not None, "the configuration has no trees"
@@ -170,7 +173,7 @@ class DeviceBatchBuilder:
         return StepSpans(
             rows=self._part("rows", num_rows),
             query_start=self._part("query_start", num_rows + 1),
-            num_rows=self._part("counts", 3)[:1],
+            num_rows=self._part("counts", 4)[:1],
             token_ids=self._token_ids[:num_tokens],
             positions=self._positions[:num_tokens],
             seq_lens=self._seq_lens[:num_rows],
@@ -242,7 +245,7 @@ class DeviceBatchBuilder:
             decodes = 0
         if trees is not None and self._trees is not None:
             self._trees.send(trees)
-        parts["counts"][:] = count, decodes, singles
+        parts["counts"][:] = count, decodes, singles, plan.num_tokens
         parts["num_drafts"][:count] = np.where(drawn, plan.num_drafts, 0)
         num_lines = self._lines(plan, key, parts, drawn)
         alone = self._alone(plan, key)
@@ -263,7 +266,8 @@ class DeviceBatchBuilder:
             lines=Lines(self._part("span_of", num_lines), self._part("line_of", count), drafts),
             logit_index=self._part("logit_index", num_lines),
             block_tables=self._block_tables,
-            num_decode_rows=self._part("counts", 3)[1:2],
+            num_tokens=self._part("counts", 4)[3:],
+            num_decode_rows=self._part("counts", 4)[1:2],
             num_decodes=decodes,
             tiles=(self._part("tile_span", num_tiles), self._part("tile_first", num_tiles)) if num_tiles else None,
             longest=int(lengths.max()),

@@ -18,8 +18,10 @@ from headrace.core.plan import StepPlan
 from headrace.ops.triton.follow import Verified, follow, hand_over
 from headrace.ops.triton.step import Keep
 from headrace.worker.device_batch import DeviceBatch, DeviceBatchBuilder
-from headrace.worker.device_runner import DeviceRunner, PendingStep
+from headrace.worker.device_runner import DeviceRunner
 from headrace.worker.graphs import GraphKey, Graphs
+from headrace.worker.pending import PendingStep
+from headrace.worker.step_kernel import StepKernel
 
 _FEW = 16  # rows up to which chains are padded to one size, so that few graphs serve them
 
@@ -198,6 +200,13 @@ class ChainRunner(DeviceRunner):
         probs = placed(self._logits.softmax(-1)) if self._distributions else None
         return Chained(tokens, (ranked[0], ranked[1]) if ranked else None, probs)
 
+    def take_kernel(self) -> bool:
+        """See DeviceRunner."""
+        taken = super().take_kernel()
+        if taken:
+            self.chains.forget(lambda key: bool(self._kernel_for(key.first) or self._kernel_for(key.follow)))
+        return taken
+
     def close(self) -> None:
         """See DeviceRunner."""
         self.chains.clear()
@@ -215,16 +224,18 @@ class ChainRunner(DeviceRunner):
             if step:
                 self._carry(rows, last if step == 1 else None)
                 batch = self._following.padded_batch(key.follow)
-            self._step(batch, warm, cut)
+            self._step(batch, warm, cut, self._kernel_for(key.follow if step else key.first))
             self._chain_drawn[step, :rows].copy_(self._drawn[:rows, 0])
             for whole, part in zip(self._chain_ranked, self.ranked, strict=True) if self.ranked is not None else ():
                 whole[step, :rows].copy_(part[:rows])
         if key.behind and self._source is not None:
             hand_over(self._source, batch.spans, self._chain_drawn[: key.depth])
 
-    def _step(self, batch: DeviceBatch, warm: bool, cut: bool) -> torch.Tensor:
+    def _step(
+        self, batch: DeviceBatch, warm: bool, cut: bool, kernel: StepKernel | None = None
+    ) -> torch.Tensor | None:
         """See DeviceRunner."""
-        hidden = super()._step(batch, warm, cut)
+        hidden = super()._step(batch, warm, cut, kernel)
         logits, lines = self._logits, batch.lines.line_of
         told = (self._ranks or self._distributions) and self._acceptance is None  # `guess` sees to all lines itself
         if logits is None or not logits.shape[0] or not told:

@@ -31,6 +31,7 @@ from headrace.worker.device_networks import (
     Passes,
 )
 from headrace.worker.drafting import DraftSource, build_head, combine, plain_sampler, state_heads
+from headrace.worker.step_kernel import StepKernelChoice
 
 
 def make_device_proposer(
@@ -59,7 +60,10 @@ def make_device_proposer(
             )
         max_tokens = max(CATCH_UP, config.max_num_seqs * (max(NEAR, most) + 1))
         model: CutModel | HeadModel
+        step_kernel: StepKernelChoice | None = None
         if draft.head is None:
+            if draft.mask_token is None:
+                step_kernel = StepKernelChoice(draft.spec, config, layout, device)  # compiled while weights are read
             network = build_model(draft.spec, source, scheme)
             network.prepare(max_len, place)
             model = CutModel(network, target.spec.vocab_size)
@@ -70,7 +74,9 @@ def make_device_proposer(
             model = HeadModel(head, max_tokens, device)
         backend, _ = select_backend("cuda", config.dtype, model.attention_layers, layout.block_size)
         assert isinstance(backend, TritonAttention)
-        passes = Passes(model, layout, backend, config, dtype, device, max_tokens, draft.mask_token is not None)
+        passes = Passes(
+            model, layout, backend, config, dtype, device, max_tokens, draft.mask_token is not None, step_kernel
+        )
         runner: DeviceDraftRunner | DeviceHeadRunner
         if isinstance(model, HeadModel):
             runner = DeviceHeadRunner(model, passes, layout, max_len, most)

@@ -35,8 +35,9 @@ from headrace.spec.tree import TokenTree, ladder_tree, packed
 from headrace.worker.device_cache import DeviceKVCache
 from headrace.worker.device_chain import Chained, ChainRunner
 from headrace.worker.device_eagle import DeviceHeadRunner, HeadModel
-from headrace.worker.device_runner import PendingStep
 from headrace.worker.device_table import DeviceTable, Hosts
+from headrace.worker.pending import PendingStep
+from headrace.worker.step_kernel import StepKernelChoice
 
 CATCH_UP = 2048  # tokens of prompts that rows may catch up with in one call
 
@@ -52,11 +53,11 @@ class CutModel:
         self.weight_bytes = model.weight_bytes
         self.inputs = None
         self.vocab_size = min(vocab_size, model.spec.vocab_size)
-        self._model, self._vocab_size = model, vocab_size
+        self.model, self._vocab_size = model, vocab_size
 
     def logits(self, hidden: Array) -> Array:
         """float32 [L, V]"""
-        logits = self._model.logits(hidden)
+        logits = self.model.logits(hidden)
         return logits if logits.shape[1] <= self._vocab_size else logits[:, : self._vocab_size].contiguous()
 
     def carry(self, count: int, last: torch.Tensor | None) -> None:
@@ -104,8 +105,9 @@ class Passes:
         device: torch.device,
         max_tokens: int,
         parallel: bool = False,
+        step_kernel: StepKernelChoice | None = None,
     ):
-        """`parallel`: the model guesses all tokens of a draft in one pass."""
+        """`parallel`: the model guesses all tokens of a draft in one pass. `step_kernel`: of a model that is not."""
         most, rows = config.max_draft_tokens, config.max_num_seqs
         residual = config.verify == "residual"
         self._model, self._distributions = model, residual and not config.draft_tree
@@ -119,10 +121,14 @@ class Passes:
         # residual verification accepts nodes by the model's probability: the likeliest tokens are drafted
         self._greedy = residual and config.draft_tree > 0
         graphs = config.graphs and not self._distributions and not (parallel and config.draft_tree)
+        self._step_kernel, kernel = step_kernel, None
+        if step_kernel is not None and isinstance(model, CutModel):
+            kernel = step_kernel.kernel(model.model, self.cache, model.vocab_size)
         self._runner = ChainRunner(
             model, self.cache, self.table, backend, Sampler([]), max_tokens, graphs, carry=model.carry,
             carried=model.inputs, most_drafts=most, ring=most + 3, distributions=self._distributions,
             ranks=min(RANKS, model.vocab_size) if config.draft_tree else 0, acceptance=1.0 if parallel else None,
+            step_kernel=kernel,
         )  # fmt: skip
 
     def admit(self, admits: Sequence[Admit]) -> None:
@@ -205,9 +211,15 @@ class Passes:
         spans[0], spans[1], spans[2], spans[3] = rows, self.table.host.num_computed[rows], lengths, guesses
         return StepPlan(0, spans=spans, yields=np.full(len(rows), yields))
 
+    def idle(self) -> bool:
+        """See CombinedProposer."""
+        return self._runner.take_kernel()
+
     def close(self) -> None:
         """See DeviceRunner."""
         self._runner.close()
+        if self._step_kernel is not None:
+            self._step_kernel.stop()
 
 
 class DeviceDraftRunner(DraftFollower):
@@ -306,6 +318,10 @@ class DeviceDraftProposer:
         """See CombinedProposer."""
         if isinstance(self.runner, DeviceHeadRunner) and context.features is not None:
             self.runner.watch(context.features, context.num_tokens)
+
+    def idle(self) -> bool:
+        """See CombinedProposer."""
+        return self.runner.sender.idle()
 
     def close(self) -> None:
         """Let go of the network and its cache."""

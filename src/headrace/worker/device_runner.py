@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -22,7 +21,7 @@ import torch
 
 from headrace.attention.base import LayerAttention
 from headrace.attention.triton import StepAttention, TritonAttention
-from headrace.core.plan import StageTimes, StepPlan, StepResult, TokenLogprobs
+from headrace.core.plan import StepPlan, StepResult, TokenLogprobs
 from headrace.core.visits import MOST_RUNS
 from headrace.layers.attention import Attend
 from headrace.models.blocks import CausalLM
@@ -35,7 +34,7 @@ from headrace.ops.triton.step import Keep, build_inputs, draw, draw_and_commit, 
 from headrace.ops.triton.trees import commit_trees, move_paths
 from headrace.ops.xp import Array
 from headrace.sampling.logprobs import SLICE, by_span, token_logprobs
-from headrace.sampling.sampler import DAMAGED, Sampled, Sampler
+from headrace.sampling.sampler import Sampled, Sampler
 from headrace.sampling.state import SamplingBatch
 from headrace.worker.device_batch import DeviceBatch, DeviceBatchBuilder
 from headrace.worker.device_cache import DeviceKVCache
@@ -44,6 +43,7 @@ from headrace.worker.device_speculation import Speculation
 from headrace.worker.device_table import DeviceTable
 from headrace.worker.device_trees import StepTrees
 from headrace.worker.graphs import GraphKey, GraphLauncher
+from headrace.worker.pending import FinishedStep, PendingStep, Slot, merged
 from headrace.worker.step_kernel import StepKernel
 
 _RING = 4  # results on their way to the host: more than there can be steps in flight
@@ -61,93 +61,6 @@ class DeviceModel(Protocol):
     def forward(self, token_ids: Array, positions: Array, attend: Attend) -> Array: ...
 
     def logits(self, hidden: Array) -> Array: ...
-
-
-@dataclass
-class _Slot:
-    """Where a step's result lands on the host."""
-
-    # int32 [MOST_RUNS, max rows, 1 + most drafts], pinned, by run; of a span with d drafts the first 1 + d count
-    drawn: torch.Tensor
-    started: torch.cuda.Event | None
-    finished: torch.cuda.Event | None
-
-    def __post_init__(self) -> None:
-        self.host = self.drawn.numpy()  # the same memory
-
-
-class PendingStep:
-    """A step that the GPU works on."""
-
-    def __init__(
-        self,
-        plan: StepPlan,
-        slot: _Slot,
-        yielding: np.ndarray,
-        prepare: float,
-        observe: Callable[[float, float], None] | None,
-    ):
-        """`observe` is told the seconds that sending the step took, and that running it took."""
-        self._plan, self._slot, self._yielding, self._prepare = plan, slot, yielding, prepare
-        self._observe = observe
-        self._result: StepResult | None = None
-        self.settle: Callable[[StepResult], StepResult] | None = None  # told of the result once, and adds to it
-
-    def drawn(self) -> np.ndarray:
-        """Wait for the step; int32 [S, 1 + most drafts]: what it drew for each span, of one with d drafts in the first
-        1 + d, up to the first that is negative."""
-        if self._slot.finished is not None:
-            self._slot.finished.synchronize()
-        return self._slot.host[0, : self._plan.num_spans]
-
-    def result(self) -> StepResult:
-        """Wait for the step and read what it drew."""
-        if self._result is None:
-            result = self._read()
-            self._result = result if self.settle is None else self.settle(result)
-        return self._result
-
-    def _read(self) -> StepResult:
-        waited, slot, runs = 0.0, self._slot, self._plan.num_runs
-        if slot.finished is not None and slot.started is not None:
-            slot.finished.synchronize()
-            waited = slot.started.elapsed_time(slot.finished) / 1e3
-            if self._observe is not None:
-                self._observe(self._prepare / runs, waited / runs)
-        plan = self._plan
-        drawn = slot.host[:runs, : plan.num_spans]
-        each = drawn[:, :, 0]  # of every run
-        tokens = each.T.tolist()
-        errors = {}
-        for index in np.flatnonzero((each < 0).any(axis=0) | ~self._yielding).tolist():
-            tokens[index] = []
-            if self._yielding[index]:
-                errors[index] = DAMAGED
-        drafted = np.flatnonzero(plan.num_drafts * self._yielding).tolist()
-        if drafted:
-            told, num_drafts = drawn[0].tolist(), plan.num_drafts.tolist()
-            for index in drafted:
-                own = told[index][: 1 + num_drafts[index]]
-                if index not in errors:
-                    tokens[index] = own[: own.index(-1)] if -1 in own else own
-        return StepResult(
-            plan.step_id,
-            tokens=tokens,
-            num_accepted=[max(0, len(each) - 1) for each in tokens] if drafted else [0] * len(tokens),
-            errors=errors,
-            # what of sending it the GPU did not hide: where there is any, the host is what bounds the step
-            times=StageTimes(prepare=max(0.0, self._prepare - waited), forward=waited),
-        )
-
-
-class FinishedStep:
-    """A step whose result is known."""
-
-    def __init__(self, result: StepResult):
-        self._result = result
-
-    def result(self) -> StepResult:
-        return self._result
 
 
 class DeviceRunner:
@@ -172,8 +85,7 @@ class DeviceRunner:
     ):
         """`most_drafts`: of a span. Steps of spans no longer than 1 + these have graphs of their own. `ring`: more than
         there can be steps in flight. `trees`: drafts may be token trees. `keep` and `acceptance`: see draw_and_commit,
-        which takes both from chains of drafts alone. `step_kernel` runs padded steps that it serves; it leaves no
-        features."""
+        which takes both from chains of drafts alone. `step_kernel` runs padded steps that it serves."""
         self._model, self._cache, self._table, self._backend, self._sampler = model, cache, table, backend, sampler
         self._layers = model.attention_layers
         self._step_kernel = step_kernel
@@ -192,7 +104,7 @@ class DeviceRunner:
         self._features: torch.Tensor | None = None  # [max tokens, F] of the step that ran last, where one asks for them
         on_gpu = device.type == "cuda"
         self._slots = [
-            _Slot(
+            Slot(
                 torch.zeros((MOST_RUNS, max_rows, 1 + most_drafts), dtype=torch.int32, pin_memory=on_gpu),
                 torch.cuda.Event(enable_timing=True) if on_gpu else None,
                 torch.cuda.Event(enable_timing=True) if on_gpu else None,
@@ -242,7 +154,7 @@ class DeviceRunner:
         batch = self._builder.send(plan, key, trees)
         if slot.started is not None:
             slot.started.record()
-        hidden = None
+        hidden: torch.Tensor | None = None
         for run in range(plan.num_runs):
             if key is not None:
                 self.launcher.run(key, plan.num_tokens)
@@ -280,7 +192,7 @@ class DeviceRunner:
             pending.settle = partial(self._finish, plan, hosted, batch, trees)
             return pending  # what comes of its tokens is done when they are asked for
         drawn_here = None if hidden is None else self._draw_on_host(plan, hosted, hidden, trees)
-        result = pending.result() if drawn_here is None else _merged(pending.result(), *drawn_here)
+        result = pending.result() if drawn_here is None else merged(pending.result(), *drawn_here)
         if waits:
             return FinishedStep(self._finish(plan, hosted, batch, trees, result))
         if self._speculation is not None:
@@ -298,7 +210,7 @@ class DeviceRunner:
             self._pending.popleft().result()
 
     @staticmethod
-    def _sent(plan: StepPlan, slot: _Slot) -> PendingStep:
+    def _sent(plan: StepPlan, slot: Slot) -> PendingStep:
         """Runs of a step, after which it could not go on."""
         if slot.finished is not None:
             slot.finished.record()
@@ -318,11 +230,15 @@ class DeviceRunner:
     @torch.inference_mode()
     def idle(self) -> bool:
         """No step is in flight: capture a graph that repays. Whether one was, and there may be more."""
-        if self._step_kernel is not None and self._step_kernel.arrives():
-            self.launcher.forget(self._step_kernel.serves)
-            self.launcher.prepare()
-            return True
-        return self.launcher.capture_idle()
+        return self.take_kernel() or self.launcher.capture_idle()
+
+    def take_kernel(self) -> bool:
+        """Use the kernel for whole steps from now on, if it has been compiled meanwhile. Whether it has."""
+        if self._step_kernel is None or not self._step_kernel.arrives():
+            return False
+        self.launcher.forget(self._step_kernel.serves)
+        self.launcher.prepare()
+        return True
 
     def _trees(self, plan: StepPlan) -> StepTrees | None:
         """The drafts of a plan that are trees."""
@@ -337,7 +253,8 @@ class DeviceRunner:
                 return None
             return self.launcher.pick(plan.num_spans, plan.num_spans, warm, cut)
         if self._builder.is_short(plan):
-            return self.launcher.pick_short(plan.num_spans, plan.num_tokens, warm, cut, tree)
+            far = self._step_kernel is not None and self._step_kernel.too_far(plan)
+            return self.launcher.pick_short(plan.num_spans, plan.num_tokens, warm, cut, tree, far)
         if plan.num_drafts.any():
             return None
         return self.launcher.pick(plan.num_spans, plan.num_tokens, warm, cut)
@@ -365,34 +282,32 @@ class DeviceRunner:
             patch(self._table.view.words, *patches)
 
     def _padded(self, key: GraphKey) -> None:
-        batch = self._builder.padded_batch(key)
-        if self._step_kernel is None or not self._step_kernel.serves(key):
-            self._step(batch, key.warm, key.cut)
-            return
-        view = self._table.view
-        build_inputs(view, batch.spans, batch.longest, self._cache.layout.block_size)
-        logits = self._step_kernel.logits(batch)
-        draw_and_commit(view, batch.spans, batch.lines, logits, key.warm, key.cut, self._drawn)
+        self._step(self._builder.padded_batch(key), key.warm, key.cut, self._kernel_for(key))
 
-    def _step_or_too_large(self, batch: DeviceBatch, warm: bool, cut: bool) -> torch.Tensor:
+    def _kernel_for(self, key: GraphKey) -> StepKernel | None:
+        kernel = self._step_kernel
+        return kernel if kernel is not None and kernel.serves(key) else None
+
+    def _step_or_too_large(self, batch: DeviceBatch, warm: bool, cut: bool) -> torch.Tensor | None:
         try:
             return self._step(batch, warm, cut)
         except torch.OutOfMemoryError as error:
             raise StepTooLarge(str(error).splitlines()[0]) from None
 
-    def _step(self, batch: DeviceBatch, warm: bool, cut: bool) -> torch.Tensor:
-        """What runs on the GPU; returns the hidden states [T, H]."""
-        cache, view = self._cache, self._table.view
-        build_inputs(view, batch.spans, batch.longest, cache.layout.block_size)
-        if batch.tree is not None:
-            batch.spans.positions.add_(batch.tree.shift)
-        metas = [self._backend.plan(batch, g, group) for g, group in enumerate(cache.layout.groups)]
-        attend = StepAttention(self._backend, cache, metas, self._layers)
-        hidden = self._model.forward(batch.spans.token_ids, batch.spans.positions, attend)
-        if self._features is not None:
+    def _step(
+        self, batch: DeviceBatch, warm: bool, cut: bool, kernel: StepKernel | None = None
+    ) -> torch.Tensor | None:
+        """What runs on the GPU; returns the hidden states [T, H], unless a `kernel` keeps them to itself."""
+        view = self._table.view
+        build_inputs(view, batch.spans, batch.longest, self._cache.layout.block_size)
+        hidden: torch.Tensor | None
+        if kernel is None:
+            hidden, self._logits = self._forward(batch)
+        else:
+            self._logits = kernel.logits(batch)
+            hidden = None if self._features is None else kernel.hidden(batch.spans.token_ids.shape[0])
+        if self._features is not None and hidden is not None:
             self._features[: hidden.shape[0]].copy_(self._features_of(hidden))
-        wanted = hidden if batch.logit_index is None else hidden.index_select(0, batch.logit_index)
-        self._logits = self._model.logits(wanted) if wanted.shape[0] else hidden.new_zeros((0, 1), dtype=torch.float32)
         if batch.tree is None or self._paths is None:
             draw_and_commit(
                 view, batch.spans, batch.lines, self._logits, warm, cut, self._drawn, self._keep, self._acceptance
@@ -406,6 +321,18 @@ class DeviceRunner:
         commit_trees(view, batch.spans, lines, draws, batch.tree, self._drawn, self._paths)
         self._move(batch, self._paths)
         return hidden
+
+    def _forward(self, batch: DeviceBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """(hidden states [T, H], logits float32 [L, V])."""
+        if batch.tree is not None:
+            batch.spans.positions.add_(batch.tree.shift)
+        metas = [self._backend.plan(batch, g, group) for g, group in enumerate(self._cache.layout.groups)]
+        attend = StepAttention(self._backend, self._cache, metas, self._layers)
+        hidden = self._model.forward(batch.spans.token_ids, batch.spans.positions, attend)
+        wanted = hidden if batch.logit_index is None else hidden.index_select(0, batch.logit_index)
+        if not wanted.shape[0]:
+            return hidden, hidden.new_zeros((0, 1), dtype=torch.float32)
+        return hidden, self._model.logits(wanted)
 
     def _move(self, batch: DeviceBatch, paths: torch.Tensor) -> None:
         """Bring what the step wrote for accepted drafts to where they stand."""
@@ -481,20 +408,3 @@ class DeviceRunner:
             logits = self._model.logits(hidden[chosen]).float().cpu().numpy()
             entries += token_logprobs(logits, tokens[part], counts[part])
         return by_span(span_of[index], entries)
-
-
-def _merged(result: StepResult, sampled: Sampled, prompt_logprobs: dict[int, list[TokenLogprobs]]) -> StepResult:
-    """What the GPU drew and what the host drew, as one result."""
-    tokens = list(result.tokens)
-    for span in np.flatnonzero(sampled.counts).tolist():
-        tokens[span] = sampled.tokens[span, : sampled.counts[span]].tolist()
-    damaged = {span: DAMAGED for span, entries in prompt_logprobs.items() if not all(entries)}
-    return replace(
-        result,
-        tokens=tokens,
-        num_accepted=[max(0, len(each) - 1) for each in tokens],
-        candidates=sampled.candidates,
-        errors={**result.errors, **damaged, **sampled.errors},
-        logprobs=sampled.logprobs,
-        prompt_logprobs=prompt_logprobs,
-    )

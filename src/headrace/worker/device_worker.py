@@ -101,7 +101,6 @@ class DeviceWorker:
             cache, speculation = DeviceKVCache(layout, dtype, device), None
             if config.proposers:
                 speculation = Speculation(table, self.proposer, config.max_draft_tokens, config.draft_tree)
-            features = speculation is not None and speculation.wants_features
             self._runner = DeviceRunner(
                 self.model,
                 cache,
@@ -114,7 +113,7 @@ class DeviceWorker:
                 most_drafts=most,
                 trees=config.draft_tree > 0,
                 acceptance=config.synthetic_acceptance,
-                step_kernel=None if features else self.step_kernel.kernel(self.model, cache),
+                step_kernel=self.step_kernel.kernel(self.model, cache),
             )
 
     @property
@@ -161,7 +160,7 @@ class DeviceWorker:
         """See InProcessExecutor."""
         if self._ahead is not None:
             self._ahead.go_on()
-        return self._runner.idle()
+        return self.proposer.idle() or self._runner.idle()
 
     def stop(self) -> None:
         """Let go of the model, the cache and the graphs."""

@@ -52,6 +52,7 @@ class GraphKey:
     cut: bool  # rows may have top_k, top_p or min_p
     short: bool = False  # spans are short and may end in drafts: every token has a line of logits
     tree: bool = False  # and some of them are token trees
+    far: bool = False  # and their contexts are so long that the kernel for whole steps is not for them
 
     @property
     def decodes(self) -> bool:
@@ -221,7 +222,7 @@ class GraphLauncher(Graphs[GraphKey]):
         return GraphKey(rows, tokens, warm, cut) if rows and tokens else None
 
     def pick_short(
-        self, num_rows: int, num_tokens: int, warm: bool, cut: bool, tree: bool = False
+        self, num_rows: int, num_tokens: int, warm: bool, cut: bool, tree: bool = False, far: bool = False
     ) -> GraphKey | None:
         """The same for a step of short spans, which may have drafts to verify, some of them a `tree`."""
         if not self.enabled:
@@ -229,7 +230,7 @@ class GraphLauncher(Graphs[GraphKey]):
         rows = next((size for size in self._rows if size >= num_rows), 0)
         tokens = next((size for size in self._short if size >= num_tokens), 0)
         # and one span that takes the tokens left over
-        return GraphKey(rows + 1, tokens, warm, cut, True, tree) if rows and tokens else None
+        return GraphKey(rows + 1, tokens, warm, cut, True, tree, far) if rows and tokens else None
 
     @property
     def rows(self) -> list[int]:

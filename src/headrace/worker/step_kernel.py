@@ -1,4 +1,4 @@
-"""StepKernel: whether, and from when on, decode steps of a few rows run as one CUDA kernel (ops/cuda)."""
+"""StepKernel: whether, and from when on, steps of a few tokens run as one CUDA kernel (ops/cuda)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 
 from headrace.config import EngineConfig
 from headrace.core.kv_layout import KVLayout
+from headrace.core.plan import StepPlan
 from headrace.models.blocks import CausalLM
 from headrace.models.spec import ModelSpec
 from headrace.ops.cuda.library import Build, BuildError, StepLibrary, find_compiler, unavailable
@@ -18,6 +19,9 @@ from headrace.worker.graphs import GraphKey
 from headrace.worker.whole_step import WholeStep
 
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
+# bytes of keys and values that the tokens of a step may read, one by one, of which all but a span's first comes from
+# the L2 cache: at 5 TB/s they take as long as the kernel gains with small models
+_MOST_CONTEXT = 1 << 30
 
 
 def refusals(spec: ModelSpec, dtype: str, invariant: bool) -> list[str]:
@@ -66,10 +70,14 @@ def shape_of(spec: ModelSpec, block_size: int) -> StepShape:
 class StepKernel:
     """The kernel of one model, once it is compiled; until then it serves nothing."""
 
-    def __init__(self, build: Build, limit: int, model: CausalLM, cache: DeviceKVCache):
-        """Steps of up to `limit` rows are served."""
+    def __init__(
+        self, build: Build, limit: int, model: CausalLM, cache: DeviceKVCache, vocab_size: int | None = None
+    ):
+        """Steps of up to `limit` tokens are served; logits are of the first `vocab_size` tokens."""
         self._build: Build | None = build
         self._limit, self._model, self._cache = limit, model, cache
+        self._vocab_size = vocab_size
+        self._context_bytes = cache.layout.block_bytes / cache.layout.block_size  # of a token
         self._whole: WholeStep | None = None
         self.failure: str | None = None
         self.arrives()
@@ -83,7 +91,7 @@ class StepKernel:
                 return False
             self._build = None
             library = StepLibrary(build.path)
-            whole = WholeStep(library, build.shape, self._model, self._cache.pages)
+            whole = WholeStep(library, build.shape, self._model, self._cache.pages, vocab_size=self._vocab_size)
             whole.try_launch()
             self._limit, self._whole = min(self._limit, whole.most_rows), whole
         except (BuildError, RuntimeError, ValueError) as error:
@@ -97,16 +105,28 @@ class StepKernel:
         """For a person."""
         if self.failure is not None:
             return "off"
-        return f"up to {self._limit} rows" if self._whole is not None else "being compiled"
+        return f"up to {self._limit} tokens" if self._whole is not None else "being compiled"
 
     def serves(self, key: GraphKey) -> bool:
-        """Whether padded steps of this size are to run in the kernel."""
-        return self._whole is not None and key.decodes and key.num_rows <= self._limit
+        """Whether steps padded to this size are to run in the kernel."""
+        chains = key.decodes or (key.short and not key.tree and not key.far)
+        return self._whole is not None and chains and key.num_tokens <= self._limit
+
+    def too_far(self, plan: StepPlan) -> bool:
+        """Whether contexts are so long that tokens of a span had better read them together, which the kernel does not:
+        each reads all of it."""
+        return bool(plan.lengths @ plan.starts * self._context_bytes > _MOST_CONTEXT)
 
     def logits(self, batch: DeviceBatch) -> torch.Tensor:
-        """float32 [R, V] of a padded decode step of R rows whose inputs are in place; see WholeStep."""
+        """float32 [T, V] of a padded step of T tokens whose inputs are in place; see WholeStep."""
         assert self._whole is not None
-        return self._whole.logits(batch.spans, batch.block_tables[0], batch.num_decode_rows)
+        span_of = None if batch.lines.num_drafts is None else batch.lines.span_of  # every token has a line
+        return self._whole.logits(batch.spans, batch.block_tables[0], batch.num_tokens, span_of)
+
+    def hidden(self, num_tokens: int) -> torch.Tensor:
+        """See WholeStep."""
+        assert self._whole is not None
+        return self._whole.hidden(num_tokens)
 
 
 class StepKernelChoice:
@@ -141,18 +161,18 @@ class StepKernelChoice:
             missing.append(lacking)
         return "; ".join(missing) or None
 
-    def kernel(self, model: CausalLM, cache: DeviceKVCache) -> StepKernel | None:
+    def kernel(self, model: CausalLM, cache: DeviceKVCache, vocab_size: int | None = None) -> StepKernel | None:
         """The kernel for this model and cache, which may still be at the compiler; None: there is none."""
-        if self._build is not None:
-            self._kernel = StepKernel(self._build, self._limit, model, cache)
+        if self._build is not None and not model.taps:
+            self._kernel = StepKernel(self._build, self._limit, model, cache, vocab_size)
         return self._kernel
 
     @property
     def state(self) -> tuple[str, str]:
         """(what is done, why) for a person."""
         if self._kernel is None:
-            return "off", self._reason or "features of the model are drafted from, which it does not keep"
-        return self._kernel.state, self._kernel.failure or "one kernel for a whole decode step"
+            return "off", self._reason or "features of several layers are drafted from, which it does not keep"
+        return self._kernel.state, self._kernel.failure or "one kernel for a whole step"
 
     def stop(self) -> None:
         """End a compiler that runs, and let go of the model and the cache."""

@@ -1,4 +1,4 @@
-"""WholeStep: a decode step of up to eight rows, from token ids to logits, in one kernel that runs on all processors."""
+"""WholeStep: a step of up to eight tokens, from token ids to logits, in one kernel that runs on all processors."""
 
 from __future__ import annotations
 
@@ -28,12 +28,15 @@ class WholeStep:
         model: CausalLM,
         pages: Callable[[int], tuple[torch.Tensor, torch.Tensor]],
         least_keys: int = LEAST_KEYS,
+        vocab_size: int | None = None,
     ):
         """`pages(layer)`: key and value pages [blocks, kv heads, block size, head dim]. Raises ValueError where shared
-        memory is too small for a single row. `least_keys`: of a part of a context."""
+        memory is too small for a single row. `least_keys`: of a part of a context. `vocab_size`: of the tokens that
+        logits are wanted of, the first ones; None: all."""
         self._library, self._shape, self._model = library, shape, model
+        self._vocab_size = model.spec.vocab_size if vocab_size is None else vocab_size
         self._grid, self._least_keys = num_processors(), least_keys
-        self._cuts = self._fitting_cuts(model.spec.vocab_size)
+        self._cuts = self._fitting_cuts(self._vocab_size)
         if not self._cuts:
             raise ValueError(f"a row of {shape.hidden} numbers does not fit in shared memory beside the weights")
         self.most_rows = max(self._cuts)  # of a step
@@ -123,20 +126,22 @@ class WholeStep:
         """A step of padding only. Raises RuntimeError where the kernel cannot run, before a graph is made of it."""
         zeros = torch.zeros(2, dtype=torch.int32, device=self._device)
         one = zeros[:1]
-        self.logits(StepSpans(one, zeros, one, one, one, one, one[None]), one[None], one)
+        self.logits(StepSpans(one, zeros, one, one, one, one, one[None]), one[None], one, None)
         torch.cuda.synchronize(self._device)
 
-    def logits(self, spans: StepSpans, block_table: torch.Tensor, num_rows: torch.Tensor) -> torch.Tensor:
-        """float32 [R, V] of a step of one token a row, R up to `most_rows`; keys and values are written.
+    def logits(
+        self, spans: StepSpans, block_table: torch.Tensor, num_tokens: torch.Tensor, span_of: torch.Tensor | None
+    ) -> torch.Tensor:
+        """float32 [T, V] of the T tokens of a step, T up to `most_rows`; keys and values are written.
 
-        Of `spans` rows, token_ids and seq_lens [R] are read on the GPU, of `num_rows` int32 [1] how many are real: the
-        others' logits are undefined. `block_table` int32 [max rows, blocks]. Raises RuntimeError where the kernel does
-        not start.
+        Read on the GPU: token_ids and positions [T], rows and query_start of `spans`; `span_of` int32 [T], which span
+        each token is of (None: each has one token); `num_tokens` int32 [1], how many are real: the others' logits are
+        undefined. `block_table` int32 [max rows, blocks]. Raises RuntimeError where the kernel does not start.
         """
-        rows = spans.rows.shape[0]
-        capacity = next(size for size in self._cuts if size >= rows)
+        tokens = spans.token_ids.shape[0]
+        capacity = next(size for size in self._cuts if size >= tokens)
         model, spec = self._model, self._model.spec
-        logits = torch.empty((rows, spec.vocab_size), dtype=torch.float32, device=self._device)
+        logits = torch.empty((tokens, self._vocab_size), dtype=torch.float32, device=self._device)
         tensors = {
             **self._memory,
             "maps": self._maps[capacity],
@@ -144,9 +149,10 @@ class WholeStep:
             "embedding": model.embedding.weight.weight,
             "cosines": self._cosines,
             "sines": self._sines,
-            "num_rows": num_rows,
+            "num_tokens": num_tokens,
             "token_ids": spans.token_ids,
-            "seq_lens": spans.seq_lens,
+            "positions": spans.positions,
+            "query_start": spans.query_start,
             "rows": spans.rows,
             "block_table": block_table,
             "logits": logits,
@@ -154,8 +160,9 @@ class WholeStep:
         first = model.layers[0].attention
         params = StepParams(
             **{name: tensor.data_ptr() for name, tensor in tensors.items()},
+            span_of=0 if span_of is None else span_of.data_ptr(),
             num_layers=len(model.layers),
-            capacity=rows,
+            capacity=tokens,
             table_stride=block_table.stride(0),
             least_keys=self._least_keys,
             eps=spec.norm_eps,
@@ -167,3 +174,8 @@ class WholeStep:
         stream = torch.cuda.current_stream(self._device).cuda_stream
         self._library.launch(params, self._grid, self._shared_bytes[capacity], stream)
         return logits
+
+    def hidden(self, num_tokens: int) -> torch.Tensor:
+        """Hidden states [T, H] after the final norm, of the first tokens of the step that ran last."""
+        normed: torch.Tensor = self._model.norm(self._memory["residual"][:num_tokens])
+        return normed

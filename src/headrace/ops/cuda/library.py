@@ -139,9 +139,9 @@ class _Product(ctypes.Structure):
 
 
 POINTERS = (
-    "maps", "layers", "embedding", "cosines", "sines", "num_rows", "token_ids", "seq_lens", "rows",
-    "block_table", "residual", "normed", "squares", "qkv", "mixed", "activated", "partial", "part_out", "part_norm",
-    "logits", "epoch", "counters", "product_tickets", "unit_tickets",
+    "maps", "layers", "embedding", "cosines", "sines", "num_tokens", "token_ids", "positions", "span_of", "query_start",
+    "rows", "block_table", "residual", "normed", "squares", "qkv", "mixed", "activated", "partial", "part_out",
+    "part_norm", "logits", "epoch", "counters", "product_tickets", "unit_tickets",
 )  # fmt: skip
 INTEGERS = ("num_layers", "capacity", "table_stride", "least_keys")
 FLOATS = ("eps", "head_eps", "scale", "embedding_scale")

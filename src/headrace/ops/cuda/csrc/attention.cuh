@@ -1,5 +1,7 @@
-// Attention of one query a row over head-major pages: norms of heads, rotation, writing the new key and value, and the
-// context in parts (Flash-Decoding, Dao et al. 2023), which the last of a row and key head adds up in their order.
+// Attention of tokens, one by one, over head-major pages: norms of heads, rotation, writing the new key and value, and the
+// context in parts (Flash-Decoding, Dao et al. 2023), which the last of a token and key head adds up in their order. Keys
+// of tokens before it in its span, as of drafts that are verified, are not in the cache yet: they are made anew of the
+// projection, which all can read.
 #pragma once
 
 #include "product.cuh"
@@ -14,8 +16,8 @@ constexpr int LANE_DIMS = HEAD_DIM / 32;
 constexpr int Q_STRIDE = HEAD_DIM * 2 + 64;  // bytes; no two heads in one bank
 
 // Where things lie behind SOURCE_AT while attention runs.
-constexpr int Q_BYTES = 16 * Q_STRIDE, NEW_BYTES = HEAD_DIM * 2;
-constexpr int SCRATCH_AT = Q_BYTES + 2 * NEW_BYTES, SCRATCH_BYTES = WARPS * HEAD_DIM * 4;
+constexpr int Q_BYTES = 16 * Q_STRIDE, NEW_BYTES = HEAD_DIM * 2;  // of a key or value of this step
+constexpr int SCRATCH_AT = Q_BYTES + 2 * MOST_ROWS * NEW_BYTES, SCRATCH_BYTES = WARPS * HEAD_DIM * 4;
 constexpr int NORM_AT = SCRATCH_AT + SCRATCH_BYTES, NORM_BYTES = WARPS * 16 * 2 * 4;
 constexpr int SUMS_AT = NORM_AT + NORM_BYTES;
 constexpr int ATTENTION_BYTES = SUMS_AT + WARPS * SHARING * HEAD_DIM * 4;
@@ -25,31 +27,37 @@ constexpr float NOTHING = -1e30f;  // a maximum over no key
 // How this step's contexts are cut: the same in every CTA and layer.
 struct Cut {
   int keys;                  // of a part, a multiple of KEYS
-  int length[MOST_ROWS];     // of each row's context, the new token included
-  int first[MOST_ROWS + 1];  // part of each row, counted over all rows
+  int length[MOST_ROWS];     // of each token's context, itself included
+  int cached[MOST_ROWS];     // of it, what the cache held before this step
+  int home[MOST_ROWS];       // row of the block table
+  int first[MOST_ROWS + 1];  // part of each token, counted over all tokens
 
   // The first warp does it: each lane tries another size, and the smallest that leaves no processor a second part counts.
-  __device__ __forceinline__ void make(const Params& p, int rows) {
+  __device__ __forceinline__ void make(const Params& p, int tokens) {
     const int lane = threadIdx.x;
-    int total = 0, longest = 0;
-    for (int row = 0; row < rows; row++) {
-      const int keys_of_row = p.seq_lens[row];
-      if (lane == 0) length[row] = keys_of_row;
-      total += keys_of_row, longest = max(longest, keys_of_row);
+    int own = 0;
+    if (lane < tokens) {
+      const int span = p.span_of == nullptr ? lane : p.span_of[lane];
+      own = p.positions[lane] + 1;
+      home[lane] = p.rows[span];
+      length[lane] = own;
+      cached[lane] = p.span_of == nullptr ? own - 1 : p.positions[p.query_start[span]];
     }
-    const int places = max((int)gridDim.x / KV_HEADS, rows);
+    const int total = __reduce_add_sync(~0u, own), longest = __reduce_max_sync(~0u, own);
+    const int places = max((int)gridDim.x / KV_HEADS, tokens);
     const int least = max((total + places - 1) / places, p.least_keys);
     int size = least + (int)((long long)max(longest - least, 0) * lane * lane / (31 * 31));
     size = (size + KEYS - 1) / KEYS * KEYS;
     int parts = 0;
-    for (int row = 0; row < rows; row++) parts += (p.seq_lens[row] + size - 1) / size;
-    const unsigned fits = __ballot_sync(~0u, parts <= places);  // the last lane's does: a part a row
+    for (int token = 0; token < tokens; token++) parts += (__shfl_sync(~0u, own, token) + size - 1) / size;
+    const unsigned fits = __ballot_sync(~0u, parts <= places);  // the last lane's does: a part a token
     size = __shfl_sync(~0u, size, __ffs(fits) - 1);
+    __syncwarp();
     if (lane != 0) return;
     keys = size;
     first[0] = 0;
-    for (int row = 0; row < MOST_ROWS; row++)
-      first[row + 1] = first[row] + (row < rows ? (length[row] + size - 1) / size : 0);
+    for (int token = 0; token < MOST_ROWS; token++)
+      first[token + 1] = first[token] + (token < tokens ? (length[token] + size - 1) / size : 0);
   }
 };
 
@@ -62,7 +70,7 @@ struct Tile {
 struct Context {
   const bf16 *keys, *values;  // of the layer and key head
   const int* table;           // blocks of the row
-  int end;                    // keys in the cache that are seen: the newest is not among them
+  int end;                    // keys in the cache that are seen: those of this step are not among them
 
   __device__ __forceinline__ size_t place(int key) const {
     return ((size_t)__ldg(table + key / PAGE) * KV_HEADS * PAGE + key % PAGE) * HEAD_DIM;
@@ -112,23 +120,29 @@ struct Context {
   }
 };
 
-// The newest key and value, which are in shared memory, into a tile that begins at key `from`.
-__device__ __forceinline__ void add_newest_key(uint32_t stored, int newest, int from, int lane, Tile& tile) {
+// Keys and values from `cached` to `end`, which are in shared memory, into a tile that begins at key `from`.
+__device__ __forceinline__ void add_new_keys(uint32_t stored, int cached, int end, int from, int lane, Tile& tile) {
   const int g = lane >> 2, t = lane & 3;
 #pragma unroll
-  for (int i = 0; i < 2; i++)
-    if (from + 8 * i + g == newest)
+  for (int i = 0; i < 2; i++) {
+    const int key = from + 8 * i + g;
+    if (key >= cached && key < end)
 #pragma unroll
-      for (int b = 0; b < BLOCKS; b++) tile.key[i][b] = load_shared(stored + 64 * b + 16 * t);
+      for (int b = 0; b < BLOCKS; b++)
+        tile.key[i][b] = load_shared(stored + (key - cached) * NEW_BYTES + 64 * b + 16 * t);
+  }
 }
 
-__device__ __forceinline__ void add_newest_value(uint32_t stored, int newest, int from, int lane, Tile& tile) {
+__device__ __forceinline__ void add_new_values(uint32_t stored, int cached, int end, int from, int lane, Tile& tile) {
   const int g = lane >> 2, t = lane & 3;
 #pragma unroll
-  for (int i = 0; i < 4; i++)
-    if (from + 2 * t + (i & 1) + 8 * (i >> 1) == newest)
+  for (int i = 0; i < 4; i++) {
+    const int key = from + 2 * t + (i & 1) + 8 * (i >> 1);
+    if (key >= cached && key < end)
 #pragma unroll
-      for (int h = 0; h < HALVES; h++) tile.value[i][h] = load_shared(stored + 128 * h + 16 * g);
+      for (int h = 0; h < HALVES; h++)
+        tile.value[i][h] = load_shared(stored + (key - cached) * NEW_BYTES + 128 * h + 16 * g);
+  }
 }
 
 // By what a lane's dimensions, 32 i + lane, of a head are turned.
@@ -314,22 +328,21 @@ struct Merge {
   __device__ __forceinline__ bf16 result() const { return __float2bfloat16(__fdividef(sum, norm)); }
 };
 
-// One part of a row's context for one key head and the query heads that share it.
+// One part of a token's context for one key head and the query heads that share it.
 __device__ __forceinline__ void attend_unit(
     const Params& p, const Layer& layer, const Cut& cut, int unit, const uint32_t* ready, const Epoch& epoch) {
   const int thread = tid(), warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
   const int part = unit / KV_HEADS, kv_head = unit % KV_HEADS;
-  int row = 0, length = cut.length[0], row_first = 0, row_end = cut.first[1];
+  int token = 0;
 #pragma unroll
   for (int i = 1; i < MOST_ROWS; i++)
-    if (part >= cut.first[i] && part < cut.first[i + 1])
-      row = i, length = cut.length[i], row_first = cut.first[i], row_end = cut.first[i + 1];
-  const int begin = (part - row_first) * cut.keys, end = min(length, begin + cut.keys), newest = length - 1;
-  const int parts = row_end - row_first;
-  const bool has_newest = end == length;
+    if (part >= cut.first[i] && part < cut.first[i + 1]) token = i;
+  const int length = cut.length[token], cached = cut.cached[token], newest = length - 1;
+  const int token_first = cut.first[token], parts = cut.first[token + 1] - token_first;
+  const int begin = (part - token_first) * cut.keys, end = min(length, begin + cut.keys);
   const size_t head_offset = (size_t)kv_head * PAGE * HEAD_DIM;
   const Context context{layer.keys + head_offset, layer.values + head_offset,
-                        p.block_table + (size_t)p.rows[row] * p.table_stride, min(end, newest)};
+                        p.block_table + (size_t)cut.home[token] * p.table_stride, min(end, cached)};
   // what is in the cache does not depend on this step: it comes while the projection is waited for
   Tile tile;
   int from = begin + warp * KEYS;
@@ -339,20 +352,24 @@ __device__ __forceinline__ void attend_unit(
   const Rotation rotation(p, newest);
   if (ready != nullptr) epoch.wait(ready);
 
-  const uint32_t base = shared_address(shared + SOURCE_AT), key_at = base + Q_BYTES, value_at = key_at + NEW_BYTES;
+  const uint32_t base = shared_address(shared + SOURCE_AT), keys_at = base + Q_BYTES;
+  const uint32_t values_at = keys_at + MOST_ROWS * NEW_BYTES;
   bf16* stored = reinterpret_cast<bf16*>(shared + SOURCE_AT);
   float* scratch = reinterpret_cast<float*>(shared + SOURCE_AT + SCRATCH_AT) + warp * HEAD_DIM;
-  const float* projected = p.qkv + (size_t)row * QKV_SIZE;
-  for (int job = warp; job < SHARING + 2 * has_newest; job += WARPS) {
+  const float* projected = p.qkv + (size_t)token * QKV_SIZE;
+  for (int job = warp; job < SHARING + 2 * max(end - cached, 0); job += WARPS) {
     if (job < SHARING) {
       prepare_head(p, projected + (kv_head * SHARING + job) * HEAD_DIM, layer.q_gain, true, rotation, scratch,
                    stored + job * (Q_STRIDE / 2), nullptr);
       continue;
     }
-    const bool is_key = job == SHARING;
-    bf16* home = const_cast<bf16*>(is_key ? context.keys : context.values) + context.place(newest);
-    prepare_head(p, projected + Q_SIZE + (is_key ? 0 : KV_SIZE) + kv_head * HEAD_DIM, is_key ? layer.k_gain : nullptr,
-                 is_key, rotation, scratch, stored + Q_BYTES / 2 + (is_key ? 0 : NEW_BYTES / 2), home);
+    const int index = (job - SHARING) >> 1, key = cached + index;
+    const bool is_key = !((job - SHARING) & 1);
+    bf16* home = nullptr;  // the others' are written by those whose newest they are
+    if (key == newest) home = const_cast<bf16*>(is_key ? context.keys : context.values) + context.place(newest);
+    const float* source = projected - (newest - key) * QKV_SIZE + Q_SIZE + (is_key ? 0 : KV_SIZE) + kv_head * HEAD_DIM;
+    prepare_head(p, source, is_key ? layer.k_gain : nullptr, is_key, key == newest ? rotation : Rotation(p, key), scratch,
+                 stored + Q_BYTES / 2 + (index + (is_key ? 0 : MOST_ROWS)) * HEAD_DIM, home);
   }
   sync_consumers();
 
@@ -365,8 +382,8 @@ __device__ __forceinline__ void attend_unit(
   Running running;
   const float scale = p.scale * 1.4426950408889634f;
   for (; from < end; from += WARPS * KEYS) {
-    const bool newest_here = has_newest && newest - from < KEYS;
-    if (newest_here) add_newest_key(key_at, newest, from, lane, tile);
+    const bool new_here = min(end, from + KEYS) > cached;
+    if (new_here) add_new_keys(keys_at, cached, end, from, lane, tile);
     float score[2][4] = {};
 #pragma unroll
     for (int i = 0; i < 2; i++)
@@ -381,7 +398,7 @@ __device__ __forceinline__ void attend_unit(
     context.load_keys(next, lane, tile);
     uint32_t weights[MATES][2];
     running.weigh(score, from, end, scale, weights);
-    if (newest_here) add_newest_value(value_at, newest, from, lane, tile);
+    if (new_here) add_new_values(values_at, cached, end, from, lane, tile);
     running.add(weights, tile);
     context.load_values(next, lane, tile);
   }
@@ -390,7 +407,7 @@ __device__ __forceinline__ void attend_unit(
   running.leave(norms + warp * 32, sums + warp * SHARING * HEAD_DIM);
   sync_consumers();
 
-  bf16* out = p.mixed + (size_t)row * Q_SIZE + kv_head * SHARING * HEAD_DIM;
+  bf16* out = p.mixed + (size_t)token * Q_SIZE + kv_head * SHARING * HEAD_DIM;
   float* unit_out = p.part_out + (size_t)unit * SHARING * HEAD_DIM;
   float* unit_norm = p.part_norm + (size_t)unit * SHARING * 2;
   for (int at = thread; at < SHARING * HEAD_DIM; at += CONSUMERS) {
@@ -403,8 +420,8 @@ __device__ __forceinline__ void attend_unit(
     unit_out[at] = merge.sum;
     if (at % HEAD_DIM == 0) unit_norm[at / HEAD_DIM * 2] = merge.best, unit_norm[at / HEAD_DIM * 2 + 1] = merge.norm;
   }
-  if (parts == 1 || !last_of(p.unit_tickets + row * KV_HEADS + kv_head, parts)) return;
-  const size_t unit_first = (size_t)row_first * KV_HEADS + kv_head;
+  if (parts == 1 || !last_of(p.unit_tickets + token * KV_HEADS + kv_head, parts)) return;
+  const size_t unit_first = (size_t)token_first * KV_HEADS + kv_head;
   for (int at = thread; at < SHARING * HEAD_DIM; at += CONSUMERS) {
     Merge merge;
     merge.of_parts(p.part_norm + unit_first * SHARING * 2, p.part_out + unit_first * SHARING * HEAD_DIM, parts,

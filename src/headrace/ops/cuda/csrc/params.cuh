@@ -43,8 +43,11 @@ struct Params {
   const Layer* layers;
   const bf16* embedding;      // [vocab, HIDDEN]
   const float *cosines, *sines;  // [positions, HALF]
-  const int *num_rows;        // [1]  rows that are not padding
-  const int *token_ids, *seq_lens, *rows;  // [capacity]
+  const int *num_tokens;      // [1]  that are not padding
+  const int *token_ids, *positions;  // [capacity]
+  const int *span_of;         // [capacity], or null: every token is a span
+  const int *query_start;     // of each span its first token
+  const int *rows;            // of each span that of the block table
   const int *block_table;     // [max rows, table_stride]
   float *residual;            // [MOST_ROWS, HIDDEN]
   bf16 *normed;               // [MOST_ROWS, HIDDEN]  times the next norm's gain, not yet divided by the root

@@ -1,4 +1,4 @@
-// A decode step of up to eight rows as one kernel: embedding, layers, final norm and head. One CTA a processor; eight
+// A step of up to eight tokens as one kernel: embedding, layers, final norm and head. One CTA a processor; eight
 // warps compute, one streams the weights of all products, in order, through a ring of stages.
 //
 // A phase (qkv, attention, out, gate and up, down) reads what all CTAs wrote in the phase before, so each phase has a
@@ -24,7 +24,7 @@ __device__ __forceinline__ void embed(const Params& p, int rows) {
 
 __global__ void __launch_bounds__(THREADS, 1) decode_step(const __grid_constant__ Params p) {
   __shared__ Cut cut;
-  const int rows = min(*p.num_rows, p.capacity);
+  const int rows = min(*p.num_tokens, p.capacity);
   if (rows <= 0) return;  // a step of padding only
   if (threadIdx.x < 32) cut.make(p, rows);
   if (threadIdx.x == 0) {
