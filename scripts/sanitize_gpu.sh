@@ -23,11 +23,12 @@ if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; 
     exit 0
 fi
 
-# one test of each kind of kernel, then whole steps of an engine
+# one test of each kind of kernel, the kernel of a whole step, then steps of an engine
 kernels="tests/gpu/test_triton_kernels.py tests/gpu/test_triton_moe.py tests/gpu/test_device_step.py"
 chosen="(bfloat16 and (norm_behind or decode_attention_with_norms or decode_attention_of_queries or padding_rows \
 or prefill_attention or gated_product or embedding or the_block_against)) \
 or products_of_few_tokens or draws_are or drafts_are_judged or padded_decode_step or patches_bring or routing"
+whole=(tests/gpu/test_whole_step.py -m gpu -k "smollm and (three or seven or spans or padding_only)")
 # without graphs: none can be captured while every tensor is an allocation of its own
 steps=(tests/gpu/test_device_engine.py -k steps_as_they_are -m "slow or not slow")
 test=("$python" -m pytest -x -p no:cacheprovider -p no:warnings)
@@ -35,7 +36,8 @@ test=("$python" -m pytest -x -p no:cacheprovider -p no:warnings)
 unset TRITON_INTERPRET
 export HEADRACE_CHECK=1
 echo "compiling what the tests call, without the sanitizer"
-"${test[@]}" $kernels -k "$chosen" >/dev/null && "${test[@]}" "${steps[@]}" >/dev/null || {
+"${test[@]}" $kernels -k "$chosen" >/dev/null && "${test[@]}" "${whole[@]}" >/dev/null &&
+    "${test[@]}" "${steps[@]}" >/dev/null || {
     echo "FAILED: these tests fail without the sanitizer already"
     exit 1
 }
@@ -44,8 +46,12 @@ echo "compiling what the tests call, without the sanitizer"
 export PYTORCH_NO_CUDA_MEMORY_CACHING=1
 status=0
 for tool in "${tools[@]}"; do
-    for part in kernels steps; do
-        if [ $part = kernels ]; then what=($kernels -k "$chosen"); else what=("${steps[@]}"); fi
+    for part in kernels whole steps; do
+        case $part in
+            kernels) what=($kernels -k "$chosen") ;;
+            whole) what=("${whole[@]}") ;;
+            steps) what=("${steps[@]}") ;;
+        esac
         log=$(mktemp)
         started=$(date +%s)
         timeout "$seconds" "$sanitizer" --tool "$tool" --target-processes all --error-exitcode 9 --print-limit 5 \
