@@ -96,6 +96,7 @@ class DeviceBatchBuilder:
         self._alone_from = alone_from
         self._device = device
         pinned = device.type == "cuda"
+        self._stream = torch.cuda.current_stream(device) if pinned else None
         layout = _Layout(max_rows, self.max_lines, max_rows + -(-max_tokens // tile))
         self._slices = layout.slices
         self._pinned = [torch.zeros(layout.size, dtype=torch.int32, pin_memory=pinned) for _ in range(ring)]
@@ -338,6 +339,6 @@ class DeviceBatchBuilder:
         moved = buffer[:size].to(self._device, non_blocking=True)
         if self._device.type == "cuda":
             event = event or torch.cuda.Event()
-            event.record()
+            event.record(self._stream)
             self._patch_events[turn] = event
         return moved[segments.size :], moved[: segments.size].view(-1, 4)

@@ -164,11 +164,11 @@ class ChainRunner(DeviceRunner):
         spans[0], spans[1], spans[2] = plan.rows, 1, 1
         self._following.send(StepPlan(0, spans=spans, yields=plan.yields), key.follow)
         if self._begun is not None:
-            self._begun.record()
+            self._begun.record(self._stream)
         self.chains.run(key, plan.num_tokens)
         self._landing[: key.depth].copy_(self._chain_drawn[: key.depth], non_blocking=True)
         if self._landed is not None:
-            self._landed.record()
+            self._landed.record(self._stream)
 
     def _landed_of(self, key: ChainKey, count: int) -> Chained:
         if self._landed is not None:

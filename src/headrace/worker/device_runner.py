@@ -103,9 +103,11 @@ class DeviceRunner:
         self._paths = torch.zeros((max_rows + 1, 1 + most_drafts), dtype=torch.int32, device=device) if trees else None
         self._features: torch.Tensor | None = None  # [max tokens, F] of the step that ran last, where one asks for them
         on_gpu = device.type == "cuda"
+        self._stream = torch.cuda.current_stream(device) if on_gpu else None
         self._slots = [
             Slot(
                 torch.zeros((MOST_RUNS, max_rows, 1 + most_drafts), dtype=torch.int32, pin_memory=on_gpu),
+                self._stream,
                 torch.cuda.Event(enable_timing=True) if on_gpu else None,
                 torch.cuda.Event(enable_timing=True) if on_gpu else None,
             )
@@ -152,8 +154,7 @@ class DeviceRunner:
         loaded = RUNTIME.loaded
         self.flush()
         batch = self._builder.send(plan, key, trees)
-        if slot.started is not None:
-            slot.started.record()
+        slot.begin()
         hidden: torch.Tensor | None = None
         for run in range(plan.num_runs):
             if key is not None:
@@ -166,8 +167,7 @@ class DeviceRunner:
                         error.done, error.num_done = self._sent(replace(plan, num_runs=run), slot), run
                     raise
             slot.drawn[run, : plan.num_spans].copy_(self._drawn[: plan.num_spans], non_blocking=True)
-        if slot.finished is not None:
-            slot.finished.record()
+        slot.end()
         # a step that waited for a compiler says nothing of the others
         observe = None
         if could is not None and RUNTIME.loaded == loaded:
@@ -212,8 +212,7 @@ class DeviceRunner:
     @staticmethod
     def _sent(plan: StepPlan, slot: Slot) -> PendingStep:
         """Runs of a step, after which it could not go on."""
-        if slot.finished is not None:
-            slot.finished.record()
+        slot.end()
         return PendingStep(plan, slot, plan.yields, 0.0, None)
 
     @torch.inference_mode()

@@ -18,11 +18,23 @@ class Slot:
 
     # int32 [MOST_RUNS, max rows, 1 + most drafts], pinned, by run; of a span with d drafts the first 1 + d count
     drawn: torch.Tensor
+    # what is recorded on its stream: to look for the current one takes longer than all the rest
+    stream: torch.cuda.Stream | None
     started: torch.cuda.Event | None
     finished: torch.cuda.Event | None
 
     def __post_init__(self) -> None:
         self.host = self.drawn.numpy()  # the same memory
+
+    def begin(self) -> None:
+        """What is sent from now on is the step."""
+        if self.started is not None:
+            self.started.record(self.stream)
+
+    def end(self) -> None:
+        """All of the step has been sent."""
+        if self.finished is not None:
+            self.finished.record(self.stream)
 
 
 class PendingStep:
