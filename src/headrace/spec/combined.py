@@ -97,6 +97,11 @@ class CombinedProposer:
 
     # -- drafts that a network makes on the GPU behind a step whose tokens nobody has seen (worker/device_eagle.py)
 
+    @property
+    def follows(self) -> bool:
+        """Whether there is one that may."""
+        return any(hasattr(proposer, "follow") for proposer in self._proposers.values())
+
     def continues(self, source: Any) -> None:
         """Where the model leaves what networks continue."""
         for proposer in self._proposers.values():

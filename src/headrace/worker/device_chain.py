@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from headrace.core.plan import StepPlan
-from headrace.ops.triton.follow import Verified, follow, hand_over
+from headrace.ops.triton.follow import Verified, follow, follow_tokens, hand_over
 from headrace.ops.triton.step import Keep
 from headrace.worker.device_batch import DeviceBatch, DeviceBatchBuilder
 from headrace.worker.device_runner import DeviceRunner
@@ -96,16 +96,16 @@ class ChainRunner(DeviceRunner):
         self._begun = torch.cuda.Event(enable_timing=True) if on_gpu else None
         self._landed = torch.cuda.Event(enable_timing=True) if on_gpu else None
         self._source: Verified | None = None  # of steps that chains may follow
-        self._index = torch.zeros(0, dtype=torch.int32, device=device)  # features that a chain's first step continues
-        self._fuse: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.float
+        # of a head: features that a chain's first step continues, and what makes of them what is carried
+        self._index = torch.zeros(0 if carried is None else carried.shape[0], dtype=torch.int32, device=device)
+        self._fuse: Callable[[torch.Tensor], torch.Tensor] | None = None
         self._followed: tuple[ChainKey, int] | None = None  # the chain that followed last, and its spans
         self.chains = Graphs(self._chain, self._idle_chain, self.launcher.enabled, on_gpu)
 
-    def continues(self, source: Verified, fuse: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Chains may follow steps of the model that leaves `source`; `fuse` makes of its features what is carried."""
-        assert self._carried is not None
+    def continues(self, source: Verified, fuse: Callable[[torch.Tensor], torch.Tensor] | None) -> None:
+        """Chains may follow steps of the model that leaves `source`; `fuse` makes of its features what is carried, if
+        something is."""
         self._source, self._fuse = source, fuse
-        self._index = torch.zeros(self._carried.shape[0], dtype=torch.int32, device=source.features.device)
 
     @torch.inference_mode()
     def chain(self, plan: StepPlan, depth: int, most: int) -> Chained | None:
@@ -124,7 +124,7 @@ class ChainRunner(DeviceRunner):
         a graph for it."""
         if self._source is None or self._ranks or self._distributions or self._acceptance is not None:
             return False
-        key = self._key(plan, depth, depth + 1, True)
+        key = self._key(plan, depth, 2 if self._fuse is None else depth + 1, True)
         if key is not None:
             self._send(key, plan)
             self._followed = key, plan.num_spans
@@ -159,7 +159,7 @@ class ChainRunner(DeviceRunner):
 
     def _send(self, key: ChainKey, plan: StepPlan) -> None:
         self.flush()
-        self._builder.send(plan, key.first, rewritten=key.behind)
+        self._builder.send(plan, key.first, rewritten=key.behind and self._fuse is not None)
         spans = np.zeros_like(plan.spans)
         spans[0], spans[1], spans[2] = plan.rows, 1, 1
         self._following.send(StepPlan(0, spans=spans, yields=plan.yields), key.follow)
@@ -215,10 +215,8 @@ class ChainRunner(DeviceRunner):
     def _chain(self, key: ChainKey) -> None:
         warm, cut, rows = key.first.warm, key.first.cut, key.follow.num_rows
         batch = self._builder.padded_batch(key.first)
-        if key.behind and self._source is not None and self._carried is not None:
-            index = self._index[: key.num_tokens]
-            follow(self._source, self._table.view, batch.spans, batch.lines, index)
-            self._carried[: key.num_tokens].copy_(self._fuse(self._source.features.index_select(0, index)))
+        if key.behind:
+            self._continue(batch, key.num_tokens)
         last = batch.spans.query_start[1 : rows + 1] - 1
         for step in range(key.depth):
             if step:
@@ -230,6 +228,18 @@ class ChainRunner(DeviceRunner):
                 whole[step, :rows].copy_(part[:rows])
         if key.behind and self._source is not None:
             hand_over(self._source, batch.spans, self._chain_drawn[: key.depth])
+
+    def _continue(self, batch: DeviceBatch, num_tokens: int) -> None:
+        """Make the first step go on from what the model's step accepted."""
+        source = self._source
+        assert source is not None
+        if self._fuse is None:
+            follow_tokens(source, self._table.view, batch.spans)
+            return
+        assert self._carried is not None and source.features is not None
+        index = self._index[:num_tokens]
+        follow(source, self._table.view, batch.spans, batch.lines, index)
+        self._carried[:num_tokens].copy_(self._fuse(source.features.index_select(0, index)))
 
     def _step(
         self, batch: DeviceBatch, warm: bool, cut: bool, kernel: StepKernel | None = None

@@ -100,7 +100,7 @@ class DeviceHeadRunner(HeadFollower):
                 return 0
         return depth if self.sender.follow(rows, lengths, depth) else 0
 
-    def take_followed(self, rows: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
+    def take_followed(self, rows: np.ndarray, num_tokens: np.ndarray, drafts: np.ndarray) -> np.ndarray:
         """A chain has followed a step after which rows have `num_tokens` [max rows] tokens: whether
         each had something to go on from, bool [R]."""
         own = [self._rows[number] for number in rows.tolist()]

@@ -180,9 +180,9 @@ class Passes:
             )
         return _gathered(steps, len(rows))
 
-    def continues(self, source: Verified, head: EagleHead) -> None:
+    def continues(self, source: Verified, head: EagleHead | None) -> None:
         """See ChainRunner."""
-        self._runner.continues(source, head.fuse)
+        self._runner.continues(source, None if head is None else head.fuse)
 
     def follow(self, rows: np.ndarray, lengths: np.ndarray, depth: int) -> bool:
         """Send a chain of `depth` passes behind a step of the model over rows' spans of `lengths` tokens, if it can."""
@@ -242,6 +242,37 @@ class DeviceDraftRunner(DraftFollower):
         self._tell(rows)
         lengths = self._table.num_tokens[rows] - self._table.num_computed[rows]
         return self.sender.chain(rows, lengths, depths, 2)
+
+    def follow(self, rows: np.ndarray, starts: np.ndarray, lengths: np.ndarray, limits: np.ndarray) -> int:
+        """See DeviceHeadRunner: every row's known tokens must have been computed, and the drafts that are verified be
+        its own, of which all but the last were."""
+        depth = int(limits[0])
+        if depth < 1 or (limits != depth).any():
+            return 0
+        tokens = self._table.token_ids
+        for number, start, length in zip(rows.tolist(), starts.tolist(), lengths.tolist(), strict=True):
+            row, known = self._rows.get(number), start + 1
+            if row is None or row.request.num_computed != known or len(row.request.token_ids) != known:
+                return 0
+            drafts = tokens[number, known : known + length - 2].tolist() if length > 2 else []
+            if row.drafts[: len(drafts)] != drafts or known + length + depth > self._max_len:
+                return 0
+            if not self._allocate(row, known + length + depth - 1):
+                return 0
+        return depth if self.sender.follow(rows, np.full(len(rows), 2, np.int32), depth) else 0
+
+    def take_followed(self, rows: np.ndarray, num_tokens: np.ndarray, drafts: np.ndarray) -> np.ndarray:
+        """See DeviceHeadRunner; `drafts` int32 [R, K] were drawn."""
+        known = num_tokens[rows]
+        going = np.ones(len(rows), bool)
+        for index, (number, count) in enumerate(zip(rows.tolist(), known.tolist(), strict=True)):
+            request = self._rows[number].request
+            going[index] = count > len(request.token_ids)
+            request.token_ids += self._table.token_ids[number, len(request.token_ids) : count].tolist()
+            self._sent[number] = count
+        self._table.num_computed[rows] = known + drafts.shape[1] - 1
+        self.end(rows, drafts)
+        return going
 
     def _tell(self, rows: np.ndarray) -> None:
         table, numbers = self.sender.table, rows.tolist()
@@ -329,23 +360,21 @@ class DeviceDraftProposer:
 
     def continues(self, source: Verified) -> None:
         """See CombinedProposer."""
-        if isinstance(self.runner, DeviceHeadRunner):
-            self.runner.sender.continues(source, self.runner.model.head)
+        head = self.runner.model.head if isinstance(self.runner.model, HeadModel) else None
+        self.runner.sender.continues(source, head)
 
     @torch.inference_mode()
     def follow(self, rows: np.ndarray, starts: np.ndarray, lengths: np.ndarray, limits: np.ndarray) -> bool:
         """See CombinedProposer."""
-        if isinstance(self.runner, DeviceHeadRunner):
-            self._followed = self.runner.follow(rows, starts, lengths, np.minimum(limits, self._most_drafts))
+        self._followed = self.runner.follow(rows, starts, lengths, np.minimum(limits, self._most_drafts))
         return self._followed > 0
 
     def _take_followed(self, context: DraftContext) -> Drafts:
         """What was drafted behind the step that verified."""
-        assert isinstance(self.runner, DeviceHeadRunner)
         depth, self._followed = self._followed, 0
-        going = self.runner.take_followed(context.rows, context.num_tokens)
         chained, seconds = self.runner.sender.followed()
         tokens = _until_none(chained.tokens)
+        going = self.runner.take_followed(context.rows, context.num_tokens, tokens)
         tokens[~going] = -1
         self.runner.passes = []
         if self.runner.sender.was_usual:

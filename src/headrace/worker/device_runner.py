@@ -122,6 +122,7 @@ class DeviceRunner:
             self._features_of = model.features
             size = model.spec.hidden_size * max(1, len(model.taps))
             self._features = torch.zeros((max_tokens, size), dtype=cache.dtype, device=device)
+        if speculation is not None:
             starts, num_drafts = self._builder.spans_of()
             speculation.proposer.continues(Verified(table.view, starts, num_drafts, self._drawn, self._features))
         self.launcher = GraphLauncher(
@@ -187,7 +188,7 @@ class DeviceRunner:
         while self._unsettled:  # the host's table must know what came before
             self._unsettled.popleft().result()
         if not any_hosted and self._speculation is not None:
-            if trees is None and self._features is not None:
+            if trees is None:
                 self._speculation.follow(plan)
             pending.settle = partial(self._finish, plan, hosted, batch, trees)
             return pending  # what comes of its tokens is done when they are asked for

@@ -63,8 +63,8 @@ class Speculation:
     def follow(self, plan: StepPlan) -> None:
         """The step has been sent, and rows stand as the host's table says: what can be drafted behind it on the GPU,
         before its tokens are known here, is sent too."""
-        if plan.draft_limits is not None and not len(plan.draft_limits):
-            return  # nobody is asked
+        if not self.proposer.follows or (plan.draft_limits is not None and not len(plan.draft_limits)):
+            return  # nobody can, or is asked
         if self._nodes or not plan.yields.all() or (plan.lengths != 1 + plan.num_drafts).any():
             return
         host, rows = self._table.host, plan.rows

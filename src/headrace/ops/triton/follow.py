@@ -1,8 +1,12 @@
-"""What a drafting head's first pass behind a verification runs, filled in on the GPU from what was accepted there.
+"""What a drafting network's first pass behind a verification runs, filled in on the GPU from what was accepted there.
 
-A span that brought n tokens, d drafts of it accepted and then one that was drawn (n = d + 1), gives the head n entries:
-(feature of the span's token j, token j of those brought), j < n. The head's table and its step's buffers get what the
-host would have sent, had it waited for the tokens.
+A head: a span that brought n tokens, d drafts of it accepted and then one that was drawn (n = d + 1), gives the head n
+entries: (feature of the span's token j, token j of those brought), j < n. The head's table and its step's buffers get
+what the host would have sent, had it waited for the tokens.
+
+A model: of the tokens that a row has then, all but the last two were computed by the passes of its last draft, whatever
+was accepted of it. So its first pass runs the last two, in steps of the same sizes whatever was accepted; the first of
+them mostly for the second time, which changes nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ class Verified:
     query_start: torch.Tensor  # int32 [max rows + 1]
     num_drafts: torch.Tensor  # int32 [max rows]  of each span
     drawn: torch.Tensor  # int32 [max rows, 1 + most drafts], see draw_and_commit
-    features: torch.Tensor  # [max tokens, F]
+    features: torch.Tensor | None  # [max tokens, F], where a head asks for them
 
 
 @kernel
@@ -67,6 +71,39 @@ def _follow(
         tl.store(own_line_of + span, first + brought - 1)
         tl.store(own_span_of + first + columns, columns * 0 + span, mask=mine)
         tl.store(index + first + columns, tl.load(query_start + span) + columns, mask=mine)
+
+
+@kernel
+def _follow_tokens(
+    table, tokens_at, tokens_stride, num_drafts, own_table, own_tokens_at, own_stride, rows, num_rows,
+    RECORD: tl.constexpr, KNOWN: tl.constexpr, COMPUTED: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    span = tl.program_id(0)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    if span < tl.load(num_rows):
+        columns = tl.arange(0, WIDTH)
+        row = tl.load(rows + span).to(tl.int64)
+        known = tl.load(table + row * RECORD + KNOWN)
+        place = known - 1 - tl.load(num_drafts + span) + columns  # what the span brought ends with what is known
+        mask = (place >= 0) & (place < known)
+        token = tl.load(table + tokens_at + row * tokens_stride + place, mask=mask, other=0)
+        tl.store(own_table + own_tokens_at + row * own_stride + place, token, mask=mask)
+        tl.store(own_table + row * RECORD + KNOWN, known)
+        tl.store(own_table + row * RECORD + COMPUTED, known - 2)
+
+
+def follow_tokens(source: Verified, view: TableView, spans: StepSpans) -> None:
+    """Make a model's step, whose spans are of two tokens of the rows of the step before, in its order, continue that
+    one: `view` is the drafting model's table, which gets the tokens that have become known."""
+    model = source.view
+    _follow_tokens[(spans.rows.shape[0],)](
+        model.words, model.tokens_at, model.max_len, source.num_drafts, view.words, view.tokens_at,
+        view.max_len, spans.rows, spans.num_rows,
+        RECORD=RECORD, KNOWN=KNOWN, COMPUTED=COMPUTED, WIDTH=power_of_two(source.drawn.shape[1], 2),
+        **launch_options(num_warps=1),
+    )  # fmt: skip
 
 
 @kernel
