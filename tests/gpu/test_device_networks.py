@@ -82,11 +82,12 @@ def compare(target, held, params, prompts, **options):
 
 
 @pytest.mark.slow
-def test_drafts_are_those_of_the_cpu(models, gpu_engine, held, monkeypatch):
+@pytest.mark.parametrize(("method", "name"), [("eagle", "eagle1"), ("draft", "other"), ("draft", "twin")])
+def test_drafts_are_those_of_the_cpu(models, gpu_engine, held, monkeypatch, method, name):
     chains, original = [], ChainRunner._chain
     monkeypatch.setattr(ChainRunner, "_chain", lambda self, key: (chains.append(key), original(self, key)))
-    params = [each.with_(max_tokens=5) for each in PARAMS[:2]]
-    compare(models["target"], held, params, PROMPTS[1:], speculate="eagle", draft_model=models["eagle1"])
+    params = [each.with_(max_tokens=5 if name != "twin" else 13) for each in PARAMS[:2]]
+    compare(models["target"], held, params, PROMPTS[1:], speculate=method, draft_model=models[name])
     if INTERPRETED:  # else so few of a kind may not have been worth a graph
         assert len(chains) > 3 and max(key.depth for key in chains) == 3, "all passes of a draft ran as one"
         assert sum(key.behind for key in chains) > 1, "most of them before the host knew what was accepted"

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from headrace.ops.triton.follow import Verified, follow, hand_over
+from headrace.ops.triton.follow import Verified, follow, follow_tokens, hand_over
 from headrace.ops.triton.step import COMPUTED, KNOWN, SHIFT, Lines, StepSpans, TableView
 
 MOST, ROWS, COUNT = 4, 80, 70  # drafts of a span, rows of the tables, spans: more than are summed up at once
@@ -58,3 +58,30 @@ def test_entries_of_what_was_accepted(device):
         want = np.maximum(made[:, span], 0).tolist()[: 64 - known]
         assert model.tokens()[row, known : known + 3].tolist() == want
     assert int((model.tokens() != 0).sum()) == 3 * COUNT - 2, "nothing else was written"
+
+
+def test_a_draft_model_goes_on_from_the_last_two_tokens(device):
+    random = np.random.default_rng(1)
+
+    def there(values):
+        return torch.from_numpy(np.asarray(values, np.int32)).to(device)
+
+    rows = random.permutation(ROWS)[:COUNT]
+    drafts, known = random.integers(0, MOST + 1, COUNT), random.integers(2, 60, COUNT)
+    model, own = (TableView.create(ROWS, 64, 16, 1, device) for _ in range(2))
+    model.tokens().copy_(there(random.integers(5, 99, (ROWS, 64))))
+    model.records()[rows, KNOWN] = there(known)
+    model.records()[rows, COMPUTED] = there(known - 1)
+    empty = there(np.zeros(ROWS + 1))
+    source = Verified(model, empty, there(drafts), there(np.zeros((ROWS, 1 + MOST))), None)
+    padded = there(np.concatenate([rows, np.zeros(ROWS - COUNT, int)]))
+    spans = StepSpans(padded, empty, there([COUNT]), empty, empty, empty, empty[None])
+    follow_tokens(source, own, spans)
+
+    assert own.records()[rows, KNOWN].tolist() == known.tolist()
+    assert own.records()[rows, COMPUTED].tolist() == (known - 2).tolist()
+    for row, count, end in zip(rows.tolist(), drafts.tolist(), known.tolist(), strict=True):
+        first = max(end - 1 - count, 0)
+        assert own.tokens()[row, first:end].tolist() == model.tokens()[row, first:end].tolist()
+        own.tokens()[row, first:end] = 0
+    assert not own.tokens().any() and not own.records()[np.setdiff1d(np.arange(ROWS), rows)].any()
