@@ -37,7 +37,7 @@ def models(tmp_path_factory):
     }
 
 
-def run(model, step_kernel, prompts, speculate=None, **options):
+def run(model, step_kernel, prompts, speculate="off", **options):
     """Tokens, and (drafts verified, accepted), of prompts one after the other."""
     with LLM(model, step_kernel=step_kernel, speculate=speculate, **OPTIONS, **options) as llm:
         engine = llm.engine

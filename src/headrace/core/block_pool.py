@@ -22,7 +22,7 @@ class BlockPool:
         if num_blocks < 1:
             raise ValueError(f"a KV cache needs at least one block, not {num_blocks}")
         self.num_blocks = num_blocks
-        self._references = [0] * num_blocks
+        self._references: dict[int, int] = {}  # of blocks that are held
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._waiting: deque[tuple[int, list[int]]] = deque()  # (step that must commit first, blocks)
         self._waits_for: dict[int, int] = {}  # block -> the step it waits for
@@ -58,29 +58,33 @@ class BlockPool:
     def count_unheld(self, ids: Iterable[int]) -> int:
         """Blocks of `ids` that nobody holds."""
         references = self._references
-        return sum(not references[block] for block in ids)
+        return sum(block not in references for block in ids)
 
     def is_shared(self, block: int) -> bool:
         """More than one holder: whoever writes must copy first."""
-        return self._references[block] > 1
+        return self._references.get(block, 0) > 1
 
     def touch(self, ids: Iterable[int]) -> None:
         """One more reference to each block, whatever its state."""
         for block in ids:
-            if self._references[block] == 0 and self._waits_for.pop(block, None) is None:
+            references = self._references.get(block, 0)
+            if not references and self._waits_for.pop(block, None) is None:
                 del self._free[block]
-            self._references[block] += 1
+            self._references[block] = references + 1
 
     def release(self, ids: Iterable[int], after_step: int = -1) -> None:
         """Drop one reference each; blocks nobody holds become free once step `after_step` has committed. Of `ids` the
         first is reused last."""
         freed = []
         for block in ids:
-            if self._references[block] < 1:
-                raise ValueError(f"block {block} is released more often than taken")
-            self._references[block] -= 1
-            if not self._references[block]:
+            references = self._references.get(block, 0)
+            if references > 1:
+                self._references[block] = references - 1
+            elif references:
+                del self._references[block]
                 freed.append(block)
+            else:
+                raise ValueError(f"block {block} is released more often than taken")
         if freed:
             self._waiting.append((after_step, freed[::-1]))
             self._waits_for.update(dict.fromkeys(freed, after_step))
@@ -97,18 +101,13 @@ class BlockPool:
     def check(self, held: Iterable[Sequence[int]]) -> None:
         """Raise AssertionError unless the tables `held` account for every block exactly."""
         counted = Counter(block for table in held for block in table)
+        # a pool may have 10^5 blocks, and this runs whenever the engine falls idle: what is free is only counted
         for block, count in counted.items():
-            references = self._references[block]
+            references = self._references.get(block, 0)
             assert references == count, f"block {block}: {references} references, {count} holders"
             assert block not in self._free and block not in self._waits_for, f"block {block} is held, and yet free"
-        # what the holders account for is right, so any other reference shows in the sum; a pool may have 10^5 blocks,
-        # and this runs whenever the engine falls idle
-        stray = sum(self._references) - sum(counted.values())
-        assert not stray, f"{stray} references more than holders: leaked blocks {self._leaked(counted)}"
+        leaked = [block for block in self._references if block not in counted]
+        assert not leaked, f"{len(leaked)} blocks have references and no holders: leaked blocks {leaked[:8]}"
         assert not any(block in self._free for block in self._waits_for), "a block is both free and waiting"
         accounted = len(self._free) + len(self._waits_for) + len(counted)
         assert accounted == self.num_blocks, f"{self.num_blocks - accounted} blocks are neither free nor held"
-
-    def _leaked(self, counted: Counter[int]) -> list[int]:
-        """The first blocks that are referred to and that nobody holds."""
-        return [block for block, references in enumerate(self._references) if references and not counted[block]][:8]
