@@ -29,7 +29,7 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
         "with --speculate. Interrupted, the same command goes on.",
     )
     parser.add_argument(
-        "prompts", nargs="+", help="files of prompts, or folders of them: .txt or .jsonl, one prompt a line, or .gz"
+        "prompts", nargs="*", help="files of prompts, or folders of them: .txt or .jsonl, one prompt a line, or .gz"
     )
     parser.add_argument("-o", "--output", required=True, metavar="FOLDER", help="where the heads go")
     parser.add_argument("--quiet", action="store_true", help="no progress")

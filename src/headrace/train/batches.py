@@ -34,21 +34,25 @@ class Batches:
         batch_tokens: int,
         cache_bytes: float,
         seed: int = 0,
+        late_start: float = 0.0,
     ):
-        """`draft_ids` int64 [D]: the tokens that can be drafted. `cache_bytes`: for features that are kept."""
+        """`draft_ids` int64 [D]: the tokens that can be drafted. `cache_bytes`: for features that are kept.
+        `late_start`: part of the texts whose first tokens are left out, in shuffled passes; heads see no others' then,
+        as in an engine that found them in its prefix cache."""
         self._target, self._texts, self._batch_tokens = target, texts, batch_tokens
         self._ids = torch.from_numpy(draft_ids).to(target.device)
         self._draft_of = torch.full((target.spec.vocab_size,), -1, dtype=torch.int64, device=target.device)
         self._draft_of[self._ids] = torch.arange(len(draft_ids), device=target.device)
         self._kept: dict[int, torch.Tensor] = {}
         self._room = cache_bytes
+        self._late_start = late_start
         self._random = np.random.default_rng(seed)
         self._lengths = np.array([len(text.tokens) for text in texts])
 
     def one_pass(self, shuffled: bool = True) -> Iterator[Batch]:
         """Every text once."""
         for chosen in self.cut(shuffled):
-            yield self._make(chosen)
+            yield self._make(chosen, self._late_start if shuffled else 0.0)
 
     def cut(self, shuffled: bool = True) -> list[list[int]]:
         """Indices of the texts of each batch."""
@@ -65,7 +69,7 @@ class Batches:
             self._random.shuffle(batches)
         return batches
 
-    def _make(self, chosen: list[int]) -> Batch:
+    def _make(self, chosen: list[int], late_start: float) -> Batch:
         length = max(len(self._texts[index].tokens) for index in chosen)
         tokens = np.zeros((len(chosen), length), np.int64)
         guessed = np.zeros((len(chosen), length), bool)
@@ -74,6 +78,13 @@ class Batches:
             tokens[line, : len(text.tokens)] = text.tokens
             guessed[line, text.prompt_len - 1 : len(text.tokens) - 1] = True
         features = self._features(chosen, tokens)
+        if late_start:
+            first = self._first_places(chosen, late_start)
+            moved = np.minimum(np.arange(length) + first[:, None], length - 1)  # a line's end is repeated, as padding
+            tokens = np.take_along_axis(tokens, moved, 1)
+            guessed = np.take_along_axis(guessed, moved, 1) & (np.arange(length) + first[:, None] < length)
+            places = torch.from_numpy(moved).to(features.device)
+            features = features[torch.arange(len(chosen), device=features.device)[:, None], places]
         at = torch.from_numpy(guessed).to(self._target.device)
         place = torch.full(at.shape, -1, dtype=torch.int64, device=at.device)
         place[at] = torch.arange(int(guessed.sum()), device=at.device)
@@ -81,19 +92,31 @@ class Batches:
         embedded = self._target.embed(torch.from_numpy(tokens))
         return Batch(embedded, features, place, wanted, self._draft_of[best])
 
+    def _first_places(self, chosen: list[int], late_start: float) -> np.ndarray:
+        """Where each text begins for this pass, int64 [B]: some of them anywhere up to their prompt's last token."""
+        late = self._random.random(len(chosen)) < late_start
+        prompt_lens = np.array([self._texts[index].prompt_len for index in chosen])
+        return np.where(late, self._random.integers(0, prompt_lens), 0)
+
     def _features(self, chosen: list[int], tokens: np.ndarray) -> torch.Tensor:
-        length = tokens.shape[1]
-        if all(index in self._kept for index in chosen):
-            parts = [self._kept[index] for index in chosen]
-            return torch.nn.utils.rnn.pad_sequence(parts, batch_first=True).to(self._target.dtype)
-        features = self._target.hidden(torch.from_numpy(tokens))
-        small = torch.bfloat16 if features.dtype == torch.bfloat16 else torch.float16
+        """[B, L, H]; only texts that are not kept are run. Of kept ones, zeros lie behind the end."""
+        new = [line for line, index in enumerate(chosen) if index not in self._kept]
+        shape = (*tokens.shape, self._target.spec.hidden_size)
+        features = torch.zeros(shape, dtype=self._target.dtype, device=self._target.device)
         for line, index in enumerate(chosen):
-            count = min(len(self._texts[index].tokens), length)
+            if (kept := self._kept.get(index)) is not None:
+                features[line, : len(kept)] = kept
+        if not new:
+            return features
+        made = self._target.hidden(torch.from_numpy(tokens[new])).to(features.dtype)
+        features[torch.tensor(new, device=features.device)] = made
+        small = torch.bfloat16 if features.dtype == torch.bfloat16 else torch.float16
+        for line in new:
+            count = len(self._texts[chosen[line]].tokens)
             size = count * features.shape[-1] * 2
-            if index not in self._kept and size <= self._room:
+            if size <= self._room:
                 self._room -= size
-                self._kept[index] = features[line, :count].to(small).clone()
+                self._kept[chosen[line]] = features[line, :count].to(small).clone()
         return features
 
 

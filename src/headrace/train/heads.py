@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,11 @@ from headrace.train.batches import Batches, frequent_tokens
 from headrace.train.drafters import Drafter, EagleDrafter, MedusaDrafter
 from headrace.train.export import export, write_json
 from headrace.train.loop import Limits, Progress, train
+from headrace.train.own_prompts import OwnPrompts, write_prompts
 from headrace.train.prompts import Prompt, read_prompts
 from headrace.train.report import engine_acceptance
 from headrace.train.settings import TrainArgs
+from headrace.train.start import start_from
 from headrace.train.target import Target
 from headrace.train.texts import Text, TextFolder, alone_in, write_texts
 
@@ -44,9 +47,9 @@ def train_heads(
 ) -> dict[str, Any]:
     """Train heads for the engine's model on texts that it writes to the prompts in `sources`; they are in `out` as soon
     as they are better than none. Returns the facts of training.json. Raises ConfigError for what cannot be done."""
-    prompts = read_prompts(sources, settings.field, settings.raw)
-    if len(prompts) < 2:
-        raise ConfigError("training needs two prompts at least: one is held out")
+    if not sources and not settings.own_prompts:
+        raise ConfigError("training needs prompts: give files of them, or --own-prompts")
+    prompts = read_prompts(sources, settings.field, settings.raw) if sources else []
     work = Path(settings.work) if settings.work is not None else out / "training"
     checkpoint = open_checkpoint(resolve_model(engine.model))
     try:  # a folder that cannot be made is not to be found out about after hours
@@ -71,7 +74,7 @@ def _write_and_train(
     show_progress: bool,
 ) -> dict[str, Any]:
     """See train_heads; no other process works in `work`."""
-    texts = _write(engine, settings, prompts, checkpoint, work, tell, show_progress)
+    prompts, texts = _write(engine, settings, prompts, checkpoint, work, tell, show_progress)
     held = {int(index) for index in _held_out(len(prompts), settings.held_out)}
     held_texts = [text for text in texts if text.job % len(prompts) in held]
     own_texts = [text for text in texts if text.job % len(prompts) not in held]
@@ -109,32 +112,39 @@ def _write(
     work: Path,
     tell: Callable[[str], None],
     show_progress: bool,
-) -> list[Text]:
-    """The texts of the work folder, as many as were asked for."""
-    folder = TextFolder(
-        work,
-        {
-            "model": checkpoint.name,
-            "model bytes": checkpoint.num_bytes,
-            "prompts": len(prompts),
-            "max_tokens": settings.max_tokens,
-            "temperature": list(settings.temperature),
-        },
-    )
-    if folder.num_written < settings.num_tokens:
-        with LLM.from_args(engine) as llm, progress_bar("tokens", show=show_progress) as bar:
-            write_texts(
-                llm.engine,
-                prompts,
-                folder,
-                num_tokens=settings.num_tokens,
-                max_tokens=settings.max_tokens,
-                temperatures=settings.temperature,
-                minutes=settings.generate_minutes,
-                tell=lambda written: bar.show(min(written, settings.num_tokens), settings.num_tokens, 0),
-            )
+) -> tuple[list[Prompt], list[Text]]:
+    """All prompts, the model's own behind those given; and the texts of the work folder, as many as were asked for."""
+    named = {"model": checkpoint.name, "model bytes": checkpoint.num_bytes}
+    with ExitStack() as opened:
+        llm: LLM | None = None
+        own = OwnPrompts(work, settings.own_prompts, named)
+        if own.missing:
+            llm = opened.enter_context(LLM.from_args(engine))
+            with progress_bar("prompts", show=show_progress) as bar:
+                write_prompts(llm.engine, own, lambda done, count: bar.show(done, count, 0))
+        if settings.own_prompts:
+            tell(f"the model has written {len(own.prompts)} prompts")
+        known = {prompt.key for prompt in prompts}
+        prompts = [*prompts, *(prompt for prompt in own.prompts if prompt.key not in known)]
+        if len(prompts) < 2:
+            raise ConfigError("training needs two prompts at least: one is held out")
+        options = {"max_tokens": settings.max_tokens, "temperature": list(settings.temperature)}
+        folder = TextFolder(work, {**named, "prompts": len(prompts), **options})
+        if folder.num_written < settings.num_tokens:
+            llm = llm or opened.enter_context(LLM.from_args(engine))
+            with progress_bar("tokens", show=show_progress) as bar:
+                write_texts(
+                    llm.engine,
+                    prompts,
+                    folder,
+                    num_tokens=settings.num_tokens,
+                    max_tokens=settings.max_tokens,
+                    temperatures=settings.temperature,
+                    minutes=settings.generate_minutes,
+                    tell=lambda written: bar.show(min(written, settings.num_tokens), settings.num_tokens, 0),
+                )
     tell(f"the model has written {folder.num_written} tokens in {len(folder.texts)} texts ({work})")
-    return folder.texts
+    return prompts, folder.texts
 
 
 def _held_out(num_prompts: int, share: float) -> np.ndarray:
@@ -168,7 +178,10 @@ def _learn(
     drafter = _drafter(settings, checkpoint.spec, target.output_rows(torch.from_numpy(draft_ids))).to(device)
     size = settings.batch_tokens or (16384 if on_gpu else 2048)
     room = settings.cache_gib * 2**30
-    training = Batches(target, own_texts, draft_ids, size, room)
+    if settings.start_from is not None and isinstance(drafter, EagleDrafter):
+        taken = start_from(drafter, Path(settings.start_from), draft_ids)
+        tell(f"training begins with {settings.start_from}, {taken} of its output's rows")
+    training = Batches(target, own_texts, draft_ids, size, room, late_start=settings.late_start)
     held_out = Batches(target, held_texts, draft_ids, size, room)
     tell(f"{sum(each.numel() for each in drafter.parameters()) / 1e6:.2f} M numbers to learn, on {device.type}")
 

@@ -21,6 +21,9 @@ class TrainArgs:
     kind: Literal["eagle", "medusa"] = option("eagle", "an EAGLE head, or Medusa heads")
     field: str = option("prompt", "field of a line of JSON that holds its prompt: a text, or a list of messages")
     raw: bool = option(False, "prompts are the beginnings of texts, not what a user says to a chat model")
+    own_prompts: int = option(
+        0, "times that the model is let write a prompt itself, as its chat template's user, beside those given"
+    )
     work: str | None = option(None, "folder of texts and state, to go on from; none: training/ in the output folder")
     num_tokens: int = option(2_000_000, "tokens to let the model write")
     max_tokens: int = option(256, "most tokens of one text")
@@ -33,6 +36,10 @@ class TrainArgs:
     draft_vocab: int = option(6144, "tokens that can be drafted, the most frequent ones in the texts")
     unroll: int = option(5, "drafts in a row that are trained; of Medusa, heads")
     inner_size: int | None = option(None, "width of an EAGLE head's feed-forward block; none: the model's")
+    start_from: str | None = option(None, "folder of an EAGLE head whose weights training begins with")
+    late_start: float = option(
+        0.0, "part of the texts whose prompts heads see only the end of, as after hits of the prefix cache"
+    )
     weights: Literal["bfloat16", "int8"] = option(
         "bfloat16", "how weights are written; int8: of an EAGLE head, half as large"
     )
@@ -53,6 +60,12 @@ class TrainArgs:
             raise ConfigError(f"held_out must be above 0 and at most 0.5, not {self.held_out!r}")
         if not self.temperature or not all(0 <= each <= 10 for each in self.temperature):
             raise ConfigError(f"temperature must be from 0 to 10, not {self.temperature!r}")
+        if not 0 <= self.late_start <= 1:
+            raise ConfigError(f"late_start must be from 0 to 1, not {self.late_start!r}")
+        if self.own_prompts < 0:
+            raise ConfigError(f"own_prompts must be at least 0, not {self.own_prompts!r}")
+        if self.start_from is not None and self.kind != "eagle":
+            raise ConfigError(f"start_from is for EAGLE heads; leave it out for kind {self.kind}")
         if self.report_prompts < 0:
             raise ConfigError(f"report_prompts must be at least 0, not {self.report_prompts!r}")
         if self.weights == "int8" and self.kind != "eagle":
