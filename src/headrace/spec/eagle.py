@@ -82,19 +82,20 @@ class HeadFollower(ABC):
         self._table = table
         self._max_len = max_len
         self._rows: dict[int, HeadRow] = {}
-        self._made: dict[int, np.ndarray] = {}  # row -> [H], the feature that its last entry made
+        self._near = 1  # entries that rows may be behind and run with their first draft
+        self._usual = 1  # of these, those that a step with drafts leaves at most
         self._width = 1  # entries of each level of a draft
 
     def admit(self, admits: Sequence[Admit]) -> None:
         """See Proposer."""
         for admit in admits:
             self._rows[admit.row] = HeadRow(admit)
+            self._table.num_computed[admit.row] = 0
 
     def release(self, rows: Sequence[int]) -> None:
         """See Proposer."""
         for number in rows:
             row = self._rows.pop(number, None)
-            self._made.pop(number, None)
             if row is not None:
                 self.kv.free(row.request, after_step=-1)
 
@@ -102,7 +103,7 @@ class HeadFollower(ABC):
         """See DraftRunner."""
         self.passes = []
         self.kv.pool.settle(-1)
-        self._width = WIDTH if context.nodes else 1
+        self._near, self._width = most + 1, WIDTH if context.nodes else 1
         if context.features is not None:
             self._keep(context.features, context.num_tokens)
         chosen: list[int] = []
@@ -123,7 +124,8 @@ class HeadFollower(ABC):
             self._table.token_ids[number, row.fed : entries] = context.token_ids[number, row.base + 1 + row.fed : known]
             chosen.append(index)
             depths.append(depth)
-        self._feed_all_but_last([self._rows[int(context.rows[index])] for index in chosen])
+        self._usual = 1 + max(depths, default=0)
+        self._catch_up([self._rows[int(context.rows[index])] for index in chosen])
         self._tokens = context.token_ids
         return np.array(chosen, np.int64), np.array(depths, np.int32)
 
@@ -182,8 +184,8 @@ class HeadFollower(ABC):
         """A piece of a step's features, to be kept: the step's own will be overwritten."""
 
     @abstractmethod
-    def _feed_all_but_last(self, rows: list[HeadRow]) -> None:
-        """Run the entries of features that have gathered before rows draft."""
+    def _catch_up(self, rows: list[HeadRow]) -> None:
+        """Before rows draft: run entries of features that have gathered, until at most `_near` are left."""
 
 
 class HeadRunner(HeadFollower):
@@ -199,25 +201,30 @@ class HeadRunner(HeadFollower):
         self._launcher = RecordedLauncher(self._forward)
         # features of the pass being run; those of a pass that may be recorded always lie in the same memory
         self._fixed = np.zeros((MAX_TOKENS, head.spec.hidden_size), np.float32)
+        self._made = np.zeros((num_rows, head.spec.hidden_size), np.float32)  # by row, what its last entry made
         self._grown: dict[int, _Grown] = {}
         self._inputs: Array = self._fixed
         self._outputs: Array = self._fixed
 
     def step(self, rows: np.ndarray, ends: np.ndarray) -> Array:
-        """See DraftRunner: the entry whose token is the last of each row's first `ends` tokens."""
+        """See DraftRunner: the entry whose token is the last of each row's first `ends` tokens, after those of features
+        that are not fed yet."""
         started = time.perf_counter()
-        inputs = []
-        for number, end in zip(rows.tolist(), ends.tolist(), strict=True):
-            row = self._rows[number]
-            entry = end - 2 - row.base
-            self._table.token_ids[number, entry] = self._tokens[number, end - 1]
-            inputs.append(self._take(row, 1) if row.num_kept else self._made[number][None])
-        hidden = self._run(rows, np.ones(len(rows), np.int32), np.concatenate(inputs))
+        own = [self._rows[number] for number in rows.tolist()]
+        lengths = np.array([row.num_kept or 1 for row in own], np.int32)
+        if own[0].num_kept:  # the first of a call: all rows have some, whose tokens are in the table
+            inputs = self._take(own, lengths)
+        else:
+            self._table.token_ids[rows, self._table.num_computed[rows]] = self._tokens[rows, ends - 1]
+            inputs = self._made[rows]
+        hidden = self._run(rows, lengths, inputs)
         logits = self.model.logits(hidden)
-        self._made.update(zip(rows.tolist(), np.array(self._outputs), strict=True))
-        for number, own in zip(rows.tolist() if self._width > 1 else (), inputs, strict=False):
-            self._grown[number] = _Grown(own, self._made[number])
-        self.passes.append(DraftPass(len(rows), time.perf_counter() - started))
+        self._made[rows] = self._outputs
+        if self._width > 1:
+            for number, last in zip(rows.tolist(), np.cumsum(lengths).tolist(), strict=True):
+                self._grown[number] = _Grown(inputs[last - 1 : last], self._made[number].copy())
+        if int(lengths.max()) <= self._usual:
+            self.passes.append(DraftPass(len(rows), time.perf_counter() - started))
         return logits
 
     def grow(self, rows: np.ndarray, news: Sequence[Sequence[tuple[int, int]]]) -> Array:
@@ -253,21 +260,22 @@ class HeadRunner(HeadFollower):
     def _cut(self, values: Array, first: int, count: int) -> Array:
         return values[first : first + count]
 
-    def _take(self, row: HeadRow, count: int) -> Array:
-        """The next `count` kept features [count, H]."""
-        values = row.features[0] if len(row.features) == 1 else np.concatenate(row.features)
-        row.features = [values[count:]] if count < len(values) else []
-        row.num_kept -= count
-        row.fed += count
-        return self.model.fuse(values[:count])
+    def _take(self, rows: list[HeadRow], counts: np.ndarray) -> Array:
+        """The next `counts` [R] kept features of rows, one behind the other, as the head continues them [T, H]."""
+        taken: list[Array] = []
+        for row, count in zip(rows, counts.tolist(), strict=True):
+            values = row.features[0] if len(row.features) == 1 else np.concatenate(row.features)
+            row.features = [values[count:]] if count < len(values) else []
+            row.num_kept -= count
+            row.fed += count
+            taken.append(values[:count])
+        return self.model.fuse(taken[0] if len(taken) == 1 else np.concatenate(taken))
 
-    def _feed_all_but_last(self, rows: list[HeadRow]) -> None:
+    def _catch_up(self, rows: list[HeadRow]) -> None:
         for row in rows:
-            number = np.array([row.request.row], np.int32)
-            self._table.num_computed[number] = row.fed
-            while row.num_kept > 1:
-                count = min(row.num_kept - 1, _CHUNK)
-                self._run(number, np.array([count], np.int32), self._take(row, count))
+            while row.num_kept > self._near:
+                number, counts = np.array([row.request.row]), np.array([min(row.num_kept - 1, _CHUNK)], np.int32)
+                self._run(number, counts, self._take([row], counts))
 
     # -- the head
 

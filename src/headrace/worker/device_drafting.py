@@ -73,7 +73,7 @@ def make_device_proposer(
         passes = Passes(model, layout, backend, config, dtype, device, max_tokens, draft.mask_token is not None)
         runner: DeviceDraftRunner | DeviceHeadRunner
         if isinstance(model, HeadModel):
-            runner = DeviceHeadRunner(model, passes, layout, max_len, most)
+            runner = DeviceHeadRunner(model, passes, layout, max_len)
         elif draft.mask_token is None:
             runner = DeviceDraftRunner(model, passes, layout, max_len)
         else:

@@ -62,11 +62,10 @@ class DeviceHeadRunner(HeadFollower):
     the head does not take of them at once is gathered into a tensor of its own before the next step.
     """
 
-    def __init__(self, model: HeadModel, passes: Passes, layout: KVLayout, max_len: int, most_drafts: int):
+    def __init__(self, model: HeadModel, passes: Passes, layout: KVLayout, max_len: int):
         super().__init__(layout, passes.table.host, min(max_len, model.spec.max_position))
         self.model = model
         self.sender = passes
-        self._near = most_drafts + 1  # entries that rows may be behind and run with their first draft
         self._live: torch.Tensor | None = None  # the model's buffer
 
     def admit(self, admits: Sequence[Admit]) -> None:
@@ -132,7 +131,7 @@ class DeviceHeadRunner(HeadFollower):
     def _cut(self, values: Array, first: int, count: int) -> tuple[torch.Tensor, int, int]:
         return values, first, count
 
-    def _feed_all_but_last(self, rows: list[HeadRow]) -> None:
+    def _catch_up(self, rows: list[HeadRow]) -> None:
         limit = self.model.inputs.shape[0]
         for row in rows:
             while row.num_kept > self._near:
