@@ -146,11 +146,10 @@ class ModelRunner:
 
     def _drafts(self, batch: StepBatch, sampling: SamplingBatch) -> np.ndarray:
         """The draft at each drawn token's position, -1 where there is none, and in trees."""
-        rows, positions = sampling.rows, sampling.positions
-        last = np.ones(len(rows), bool)
-        last[:-1] = batch.logit_span[1:] != batch.logit_span[:-1]
-        drafts = self._table.token_ids[rows, np.where(last, 0, positions)]
-        drafts[last] = -1
+        span, drafts = batch.logit_span, np.full(len(batch.logit_span), -1, np.int32)
+        if len(span) == batch.num_spans and sampling.trees is None and not batch.num_drafts.any():
+            return drafts
+        drafts[:-1] = np.where(span[1:] == span[:-1], batch.token_ids[batch.logit_index[1:]], -1)
         if sampling.trees is not None:
             drafts[sampling.trees.parents > -2] = -1
         return drafts
