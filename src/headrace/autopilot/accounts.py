@@ -50,6 +50,7 @@ class DraftAccounts:
         self._cost = cost
         self._work = work
         self._groups = tuple(1 + source if is_network else 0 for source, is_network in enumerate(networks))
+        self._sources = dict(zip(self._groups, range(len(self._groups)), strict=True))  # group -> one of its proposers
         self._budgets: dict[tuple[int, int], LossBudget] = {}
         self._known: set[int] = set()  # groups that have a budget anywhere
         self._verified: dict[int, tuple[int, int]] = {}  # proposer -> drafts of this step, how many came true
@@ -115,12 +116,13 @@ class DraftAccounts:
         passed = 1.0
         self._compare(plan, num_rows, seconds)
         if (verified or any(drafting)) and self.ready:
-            plain = self.plain_seconds(self._decode(plan))
+            decode = self._decode(plan)
+            plain = self.plain_seconds(decode)
             step = self.plain_seconds(self._without(plan, num_rows))
             num_drafts = sum(each for each, _ in verified.values())
             if num_drafts:
                 expected = self._cost.predict(self._work.work(plan.spans, num_rows + num_drafts))
-                usual = plain / self._cost.predict(self._decode(plan)) * expected
+                usual = plain / self._cost.predict(decode) * expected
                 known = self._verify.known(num_rows, plan.num_tokens) * step
                 measured = min(seconds, max(_PAUSE * step, _HELD_UP * usual))
                 seconds = min(seconds, _HELD_UP * max(usual, known))
@@ -138,8 +140,7 @@ class DraftAccounts:
                 gained[group] -= usual / plain
                 if group and spent > usual:
                     self.budget(source, num_rows).invest((spent - usual) / plain)
-        for source in dict(zip(self._groups, range(len(self._groups)), strict=True)).values():
-            group = self._groups[source]
+        for group, source in self._sources.items():
             count = sum(each for other, (each, _) in verified.items() if self._groups[other] == group)
             self.budget(source, num_rows).settle(gained[group], passed, count)
 

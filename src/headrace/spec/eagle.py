@@ -17,7 +17,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import InitVar, dataclass, field, replace
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -254,11 +254,8 @@ class HeadRunner(HeadFollower):
         self.passes.append(DraftPass(len(fresh), time.perf_counter() - started))
         return logits
 
-    def _keep(self, step: StepFeatures, num_tokens: np.ndarray) -> None:
-        super()._keep(replace(step, values=np.array(step.values, np.float32)), num_tokens)  # one copy for all rows
-
     def _cut(self, values: Array, first: int, count: int) -> Array:
-        return values[first : first + count]
+        return np.array(values[first : first + count], np.float32)
 
     def _take(self, rows: list[HeadRow], counts: np.ndarray) -> Array:
         """The next `counts` [R] kept features of rows, one behind the other, as the head continues them [T, H]."""
