@@ -171,7 +171,7 @@ class WorkModel:
     def work(self, spans: np.ndarray, num_logits: int) -> StepWork:
         """Work of `spans` (int [>=3, S]: row, start, length, ... as in a StepPlan) with logits at `num_logits` places.
 
-        Exact while counts stay below 2**53; all sums over spans are taken in one product, since steps ask for this often.
+        Exact while counts stay below 2**53; sums over spans are taken in one product, since steps ask often.
         """
         num_spans = spans.shape[1]
         if num_spans == 0:

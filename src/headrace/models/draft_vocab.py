@@ -21,20 +21,13 @@ class DraftVocabulary:
             if ids.min() < 0 or ids.max() >= vocab_size:
                 raise ValueError("d2t names tokens that the model does not have")
             self.ids = source.place(ids)
-        self._spread = np.zeros((0, vocab_size), np.float32)  # -inf, but for the head's tokens in the last call
         source.ignore("t2d")
 
     def spread(self, scores: Array) -> Array:
-        """Scores float32 [L, vocab_size] of scores [L, size]; -inf for tokens that are never drafted. On a CPU they stand
-        until the next call."""
+        """Scores float32 [L, vocab_size] of scores [L, size]; -inf for tokens that are never drafted."""
         if self.ids is None:
             return scores
         xp = namespace(scores)
-        if xp is np:  # what is no token of the head's stays as it is, whatever logits stages do
-            if len(self._spread) < len(scores):
-                self._spread = np.full((len(scores), self.vocab_size), -np.inf, np.float32)
-            self._spread[: len(scores), self.ids] = scores
-            return self._spread[: len(scores)]
         full = xp.full((scores.shape[0], self.vocab_size), -xp.inf, dtype=xp.float32, device=scores.device)
         full[:, self.ids] = scores
         return full

@@ -19,7 +19,7 @@ class SamplingTable:
     """One column per setting, one entry per row; written at admission."""
 
     def __init__(self, max_rows: int):
-        self.plain = np.ones(max_rows, bool)  # its token is that of the largest logit: no stage applies, nothing is told
+        self.plain = np.ones(max_rows, bool)  # its token is the largest logit's: no stage applies, nothing is told
         self.prompt_len = np.zeros(max_rows, np.int32)
         self.temperature = np.zeros(max_rows, np.float32)
         self.top_k = np.zeros(max_rows, np.int32)

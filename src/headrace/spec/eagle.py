@@ -207,8 +207,8 @@ class HeadRunner(HeadFollower):
         self._outputs: Array = self._fixed
 
     def step(self, rows: np.ndarray, ends: np.ndarray) -> Array:
-        """See DraftRunner: the entry whose token is the last of each row's first `ends` tokens, after those of features
-        that are not fed yet."""
+        """See DraftRunner, but scores are of the head's vocabulary: the entry whose token is the last of each row's first
+        `ends` tokens, after those of features that are not fed yet."""
         started = time.perf_counter()
         own = [self._rows[number] for number in rows.tolist()]
         lengths = np.array([row.num_kept or 1 for row in own], np.int32)
@@ -218,17 +218,18 @@ class HeadRunner(HeadFollower):
             self._table.token_ids[rows, self._table.num_computed[rows]] = self._tokens[rows, ends - 1]
             inputs = self._made[rows]
         hidden = self._run(rows, lengths, inputs)
-        logits = self.model.logits(hidden)
+        scores = self.model.scores(hidden)
         self._made[rows] = self._outputs
         if self._width > 1:
             for number, last in zip(rows.tolist(), np.cumsum(lengths).tolist(), strict=True):
                 self._grown[number] = _Grown(inputs[last - 1 : last], self._made[number].copy())
         if int(lengths.max()) <= self._usual:
             self.passes.append(DraftPass(len(rows), time.perf_counter() - started))
-        return logits
+        return scores
 
     def grow(self, rows: np.ndarray, news: Sequence[Sequence[tuple[int, int]]]) -> Array:
-        """Logits [N, V] behind new nodes of the rows' trees, which `step` began with the entry of the last known token.
+        """Scores [N, draft vocabulary] behind new nodes of the rows' trees, which `step` began with the entry of the last
+        known token.
 
         `news` of each row are (place of the parent, token); places count that first entry, 0, then nodes as they came.
         """
@@ -250,9 +251,9 @@ class HeadRunner(HeadFollower):
         for number, nodes, end in zip(rows.tolist(), news, np.cumsum(lengths).tolist(), strict=True):
             fresh += range(end - len(nodes), end)
             self._grown[number].made += list(np.array(self._outputs[end - len(nodes) : end]))
-        logits = self.model.logits(hidden[np.array(fresh)])
+        scores = self.model.scores(hidden[np.array(fresh)])
         self.passes.append(DraftPass(len(fresh), time.perf_counter() - started))
-        return logits
+        return scores
 
     def _cut(self, values: Array, first: int, count: int) -> Array:
         return np.array(values[first : first + count], np.float32)
@@ -280,7 +281,8 @@ class HeadRunner(HeadFollower):
         """Hidden states [R, H] of each row's last entry of a pass; of all entries, where spans are `trees`."""
         spans = np.zeros((4, len(rows)), np.int32)
         spans[0], spans[1], spans[2] = rows, self._table.num_computed[rows], lengths
-        spans[3] = lengths - 1 if trees else 0
+        if trees:
+            spans[3] = lengths - 1
         plan = StepPlan(0, spans=spans, yields=np.ones(len(rows), bool))
         batch = self._builder.build(plan, self._launcher.pick(plan.num_tokens, plan.num_spans, None))
         metas = [self._backend.plan(batch, g, group) for g, group in enumerate(self._cache.layout.groups)]
@@ -289,8 +291,11 @@ class HeadRunner(HeadFollower):
             self._inputs = self._fixed[: len(features)]
             self._inputs[:] = features
         made, hidden = self._launcher.run(batch, metas)
-        self._outputs = made[batch.logit_index]
         self._table.num_computed[rows] += lengths
+        if len(made) == len(batch.logit_index):
+            self._outputs = made
+            return hidden
+        self._outputs = made[batch.logit_index]
         return hidden[batch.logit_index]
 
     def _forward(self, batch: StepBatch, metas: list[Any]) -> tuple[Array, Array]:
