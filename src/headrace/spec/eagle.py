@@ -207,8 +207,8 @@ class HeadRunner(HeadFollower):
         self._outputs: Array = self._fixed
 
     def step(self, rows: np.ndarray, ends: np.ndarray) -> Array:
-        """See DraftRunner, but scores are of the head's vocabulary: the entry whose token is the last of each row's first
-        `ends` tokens, after those of features that are not fed yet."""
+        """See DraftRunner, but scores are of the head's vocabulary: the entry whose token is the last of each row's
+        first `ends` tokens, after those of features that are not fed yet."""
         started = time.perf_counter()
         own = [self._rows[number] for number in rows.tolist()]
         lengths = np.array([row.num_kept or 1 for row in own], np.int32)
@@ -228,8 +228,8 @@ class HeadRunner(HeadFollower):
         return scores
 
     def grow(self, rows: np.ndarray, news: Sequence[Sequence[tuple[int, int]]]) -> Array:
-        """Scores [N, draft vocabulary] behind new nodes of the rows' trees, which `step` began with the entry of the last
-        known token.
+        """Scores [N, draft vocabulary] behind new nodes of the rows' trees, which `step` began with the entry of the
+        last known token.
 
         `news` of each row are (place of the parent, token); places count that first entry, 0, then nodes as they came.
         """
