@@ -124,8 +124,9 @@ class HeadFollower(ABC):
             self._table.token_ids[number, row.fed : entries] = context.token_ids[number, row.base + 1 + row.fed : known]
             chosen.append(index)
             depths.append(depth)
+            if row.num_kept > self._near:
+                self._catch_up(row)
         self._usual = 1 + max(depths, default=0)
-        self._catch_up([self._rows[int(context.rows[index])] for index in chosen])
         self._tokens = context.token_ids
         return np.array(chosen, np.int64), np.array(depths, np.int32)
 
@@ -184,8 +185,8 @@ class HeadFollower(ABC):
         """A piece of a step's features, to be kept: the step's own will be overwritten."""
 
     @abstractmethod
-    def _catch_up(self, rows: list[HeadRow]) -> None:
-        """Before rows draft: run entries of features that have gathered, until at most `_near` are left."""
+    def _catch_up(self, row: HeadRow) -> None:
+        """Before a row drafts: run entries of features that have gathered, until at most `_near` are left."""
 
 
 class HeadRunner(HeadFollower):
@@ -269,11 +270,11 @@ class HeadRunner(HeadFollower):
             taken.append(values[:count])
         return self.model.fuse(taken[0] if len(taken) == 1 else np.concatenate(taken))
 
-    def _catch_up(self, rows: list[HeadRow]) -> None:
-        for row in rows:
-            while row.num_kept > self._near:
-                number, counts = np.array([row.request.row]), np.array([min(row.num_kept - 1, _CHUNK)], np.int32)
-                self._run(number, counts, self._take([row], counts))
+    def _catch_up(self, row: HeadRow) -> None:
+        number = np.array([row.request.row])
+        while row.num_kept > self._near:
+            counts = np.array([min(row.num_kept - 1, _CHUNK)], np.int32)
+            self._run(number, counts, self._take([row], counts))
 
     # -- the head
 

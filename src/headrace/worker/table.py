@@ -45,12 +45,12 @@ class RequestTable:
     def commit(self, plan: StepPlan, sampled: Sampled) -> None:
         """Take in what the step sampled: tokens become known, rejected drafts are forgotten."""
         rows, counts = plan.rows, sampled.counts
-        rejected = np.where(counts > 0, plan.num_drafts + 1 - counts, 0)
-        self.num_computed[rows] += plan.lengths - rejected
         known, last = self.num_tokens[rows], self.token_ids.shape[1] - 1
         if sampled.tokens.shape[1] == 1 and counts.all():
+            self.num_computed[rows] += plan.lengths - plan.num_drafts
             self.token_ids[rows, np.minimum(known, last)] = sampled.tokens[:, 0]
         else:
+            self.num_computed[rows] += plan.lengths - np.where(counts > 0, plan.num_drafts + 1 - counts, 0)
             span, column = (np.arange(sampled.tokens.shape[1]) < counts[:, None]).nonzero()
             places = np.minimum(known[span] + column, last)
             self.token_ids[rows[span], places] = sampled.tokens[span, column]
