@@ -118,19 +118,21 @@ class DraftModelProposer:
             return self._grow(self.runner, chosen, depths, context)
         rows = context.rows[chosen]
         known = context.num_tokens[rows]
-        drafts = np.full((len(rows), int(depths.max())), -1, np.int32)
+        shallow, deep = int(depths.min()), int(depths.max())
+        drafts = np.full((len(rows), deep), -1, np.int32)
         probs: list[list[Array]] = [[] for _ in rows]
         ranked: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in rows]  # of each position: candidates, shares
         going = np.arange(len(rows))  # indices of the rows that still draft
         assert context.sampling is not None
         # the best token is all that matters of most rows
         plain = not context.nodes and not self._residual and bool(context.sampling.plain[rows].all())
-        for column in range(drafts.shape[1]):
-            going = going[depths[going] > column]
+        for column in range(deep):
+            if column >= shallow:
+                going = going[depths[going] > column]
             if not len(going):
                 break
-            at = rows[going]
-            positions = known[going] + column
+            at, positions = (rows, known) if len(going) == len(rows) else (rows[going], known[going])
+            positions = positions + column
             logits = self.runner.step(at, positions)
             started = time.perf_counter()
             if plain:
@@ -141,6 +143,9 @@ class DraftModelProposer:
                 last = self.runner.passes[-1]
                 self.runner.passes[-1] = last._replace(seconds=last.seconds + time.perf_counter() - started)
             drawn = np.isfinite(scores)  # else no token is allowed here: the draft ends before it
+            if plain and drawn.all():
+                drafts[going, column] = context.token_ids[at, positions] = tokens
+                continue
             for place in drawn.nonzero()[0].tolist() if self._residual and not context.nodes else ():
                 probs[going[place]].append(distribution(staged[place]))
             if context.nodes:
