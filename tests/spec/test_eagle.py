@@ -165,7 +165,15 @@ def test_drafts_are_those_of_the_reference(models, head, monkeypatch):
             for offset in range(end - first):
                 features[int(row), int(start) + offset] = np.array(step.values[first + offset])
 
+    lengths = []
+    run = HeadRunner._run
+
+    def counted(self, rows, own, *rest):
+        lengths.append(own.tolist())
+        return run(self, rows, own, *rest)
+
     monkeypatch.setattr(HeadRunner, "_keep", kept)
+    monkeypatch.setattr(HeadRunner, "_run", counted)
     with LLM(
         models["target"], speculate="eagle", draft_model=models[head], num_draft_tokens=3, mode="exact",
         max_num_batched_tokens=16, max_num_seqs=4,
@@ -187,6 +195,8 @@ def test_drafts_are_those_of_the_reference(models, head, monkeypatch):
         proposer.propose = compare
         llm.generate(PROMPTS, GREEDY)
         assert bool(proposer.runner._launcher._programs) == (head != "eagle1")  # passes are replayed
+        assert llm.engine._worker._runner._launcher._programs  # and steps, layers that the head looks at or not
+    assert any(1 < max(own) <= 4 for own in lengths)  # what was accepted is run with the first draft
     assert len(compared) > 100 and all(compared)
 
 
