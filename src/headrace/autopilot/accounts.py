@@ -119,7 +119,7 @@ class DraftAccounts:
         if (verified or any(drafting)) and self.ready:
             decode = self._decode(plan)
             plain = self.plain_seconds(decode)
-            step = self.plain_seconds(self._without(plan, num_rows))
+            step = plain if plan.generates else self.plain_seconds(self._without(plan, num_rows))
             num_drafts = sum(each for each, _ in verified.values())
             if num_drafts:
                 expected = self._cost.predict(self._work.work(plan.spans, num_rows + num_drafts))
