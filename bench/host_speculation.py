@@ -162,7 +162,7 @@ class NoGpu:
             length, most = config.max_model_len, config.max_draft_tokens
             runner: Any = networks.DeviceDraftRunner(model, passes, draft.layout, length)
             if draft.head is not None:
-                runner = networks.DeviceHeadRunner(model, passes, draft.layout, length, most)
+                runner = networks.DeviceHeadRunner(model, passes, draft.layout, length)
             return networks.DeviceDraftProposer(runner, most, spec.vocab_size)
 
         self.proposer: CombinedProposer = combine(config, network)

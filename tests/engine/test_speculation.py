@@ -138,6 +138,14 @@ def test_depth_follows_cost_and_acceptance():
     assert depth_of(0.3, 0.5) > 0 and depth_of(0.9, 0.5, num_rows=32) == 0
 
 
+@pytest.mark.parametrize("acceptance", [0.1, 0.4, 0.5, 0.9, 0.96, 1.0])  # none that is taken for the prior
+@pytest.mark.parametrize("share", [0.01, 0.05, 0.2, 0.5])
+def test_the_best_depth_of_all_is_found(share, acceptance):
+    rates = {each: expected_tokens(acceptance, each) / (1 + share * each) for each in (1, 2, 3, 4, 5, 6, 8)}
+    best = max(rates, key=rates.get)
+    assert depth_of(share, acceptance) == (best if rates[best] > 1.02 else 0)
+
+
 def test_acceptance_is_learnt_and_bad_luck_is_forgiven():
     policy = AutoDepth(Linear(0.3), Tokens(), 4)
     request = Request("a", [1], GREEDY, max_new_tokens=9)

@@ -13,6 +13,7 @@ from headrace.ops.noise import gumbel_noise
 from headrace.sampling.params import SamplingParams
 from headrace.sampling.sampler import DAMAGED, NONE_ALLOWED
 from headrace.sampling.stages import default_stages
+from headrace.sampling.state import SamplingBatch
 
 GREEDY = SamplingParams(temperature=0)
 VOCAB = 40
@@ -251,6 +252,22 @@ def test_drafts_change_no_token(data):
         assert len(new) == agreed + 1
         output += new
     assert output[:6] == plain
+
+
+def test_greedy_rows_without_wishes_take_the_short_way_to_the_same(monkeypatch):
+    logits = random_logits(3, rows=9)
+    logits[4, 2] = np.nan
+    best = logits.argmax(-1).tolist()
+    greedy = SamplingParams(temperature=0.0)
+    for drafts in ([], [best[6]], [best[6], best[7] + 1]):
+        rows = [Row(logits[index : index + 1], greedy) for index in range(6)]
+        rows.append(Row(logits[6 : 7 + len(drafts)], greedy, drafts=drafts))
+        short = sample(rows)
+        with monkeypatch.context() as patched:
+            patched.setattr(SamplingBatch, "is_plain", False)
+            whole = sample(rows)
+        assert short.tokens.tolist() == whole.tokens.tolist() and short.counts.tolist() == whole.counts.tolist()
+        assert short.errors == whole.errors == {4: DAMAGED}
 
 
 def model(tokens, vocab):

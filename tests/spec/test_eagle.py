@@ -187,6 +187,7 @@ def test_drafts_are_those_of_the_reference(models, head, monkeypatch):
         proposer.propose = compare
         llm.generate(PROMPTS, GREEDY)
         assert bool(proposer.runner._launcher._programs) == (head != "eagle1")  # passes are replayed
+        assert llm.engine._worker._runner._launcher._programs  # and steps, layers that the head looks at or not
     assert len(compared) > 100 and all(compared)
 
 
@@ -232,7 +233,14 @@ def everything(outputs):
 
 @pytest.mark.parametrize("head", ["eagle1", "eagle3"])
 @pytest.mark.parametrize("running", RUNNING)
-def test_text_is_the_same(models, head, running):
+def test_text_is_the_same(models, head, running, monkeypatch):
+    run, lengths = HeadRunner._run, []
+
+    def counted(self, rows, own, *rest):
+        lengths.append(own.tolist())
+        return run(self, rows, own, *rest)
+
+    monkeypatch.setattr(HeadRunner, "_run", counted)
     with (
         LLM(models["target"]) as plain,
         LLM(
@@ -244,6 +252,7 @@ def test_text_is_the_same(models, head, running):
                 assert everything(llm.generate(PROMPTS, params)) == everything(plain.generate(PROMPTS, params))
         totals = llm.engine.ledger.totals
         assert totals.draft_tokens > totals.accepted_draft_tokens > 0
+        assert any(1 < max(own) <= 5 and len(own) > 1 for own in lengths)  # what was accepted runs with the next draft
         assert not totals.proposers_dropped
         llm.engine.core.scheduler.check()
         (proposer,) = llm.engine._worker.proposer._proposers.values()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -60,7 +61,6 @@ class _JobStruct(ctypes.Structure):
 class NativeMeta:
     """A step's attention work for one layer group; the arrays are kept alive for the addresses in `job`."""
 
-    job: _JobStruct
     slot_mapping: np.ndarray  # int32 [T]
     window: int | None
     block_size: int
@@ -68,13 +68,27 @@ class NativeMeta:
     num_spans: int
     arrays: tuple[np.ndarray, ...]  # query_start, positions, tables, and parents where there are trees
 
+    @cached_property
+    def job(self) -> _JobStruct:
+        """Made when the model is called: a step that is replayed needs none."""
+        query_start, positions, tables, *parents = self.arrays
+        return _JobStruct(
+            query_start=address(query_start),
+            positions=address(positions),
+            tables=address(tables),
+            table_stride=tables.strides[0] >> 2,
+            block_size=self.block_size,
+            window=self.window or 0,
+            parents=address(parents[0]) if parents else None,
+        )
+
     def fixed(self) -> NativeMeta:
         """A copy with arrays of its own, wide enough for some more blocks: what a recording points to."""
         query_start, positions, tables, *parents = self.arrays
         wide = np.zeros((tables.shape[0], tables.shape[1] + 64), np.int32)
         wide[:, : tables.shape[1]] = tables
         own = (query_start.copy(), positions.copy(), wide, *(each.copy() for each in parents))
-        return self._with(own, self.slot_mapping.copy())
+        return replace(self, slot_mapping=self.slot_mapping.copy(), arrays=own)
 
     def refill(self, other: NativeMeta) -> bool:
         """Take over the contents of a step of the same shape; False if they do not fit."""
@@ -88,13 +102,6 @@ class NativeMeta:
             own[:] = parents
         self.slot_mapping[:] = other.slot_mapping
         return True
-
-    def _with(self, arrays: tuple[np.ndarray, ...], slots: np.ndarray) -> NativeMeta:
-        job = _JobStruct.from_buffer_copy(self.job)
-        job.query_start, job.positions, job.tables = map(address, arrays[:3])
-        job.parents = address(arrays[3]) if len(arrays) > 3 else None
-        job.table_stride = arrays[2].strides[0] >> 2
-        return replace(self, job=job, slot_mapping=slots, arrays=arrays)
 
 
 def _int32(array: Array) -> np.ndarray:
@@ -145,20 +152,11 @@ class NativeAttention:
         """Metadata of `batch` for layer group number `group`. A span's positions must be consecutive, but for trees."""
         query_start, positions = _int32(batch.query_start), _int32(batch.positions)
         tables, slots = _int32(batch.block_tables[group]), _int32(batch.slot_mapping[group])
-        job = _JobStruct(
-            query_start=address(query_start),
-            positions=address(positions),
-            tables=address(tables),
-            table_stride=tables.strides[0] >> 2,
-            block_size=self.block_size,
-            window=spec.window or 0,
-        )
         num_spans = len(query_start) - 1
         arrays: tuple[np.ndarray, ...] = (query_start, positions, tables)
         if batch.parents is not None:
             arrays = (*arrays, _int32(batch.parents))
-            job.parents = address(arrays[3])
-        return NativeMeta(job, slots, spec.window, self.block_size, len(positions), num_spans, arrays)
+        return NativeMeta(slots, spec.window, self.block_size, len(positions), num_spans, arrays)
 
     def move(self, cache: tuple[Array, Array], sources: np.ndarray, destinations: np.ndarray) -> None:
         """See AttentionBackend.move."""

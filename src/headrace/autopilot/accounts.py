@@ -50,6 +50,7 @@ class DraftAccounts:
         self._cost = cost
         self._work = work
         self._groups = tuple(1 + source if is_network else 0 for source, is_network in enumerate(networks))
+        self._sources = dict(zip(self._groups, range(len(self._groups)), strict=True))  # group -> one of its proposers
         self._budgets: dict[tuple[int, int], LossBudget] = {}
         self._known: set[int] = set()  # groups that have a budget anywhere
         self._verified: dict[int, tuple[int, int]] = {}  # proposer -> drafts of this step, how many came true
@@ -107,20 +108,22 @@ class DraftAccounts:
     def settle(self, plan: StepPlan, result: StepResult) -> None:
         """The step is over."""
         verified, self._verified = self._verified, {}
-        num_rows = int(np.count_nonzero(plan.yields))
+        decodes = plan.num_decodes == plan.num_spans
+        num_rows = plan.num_spans if decodes else int(np.count_nonzero(plan.yields))
         if not num_rows:
             return
         seconds, drafting = result.times.total - result.times.draft, self._drafting(result)
         gained = dict.fromkeys(self._groups, 0.0)
         passed = 1.0
-        self._compare(plan, num_rows, seconds)
+        self._compare(plan, num_rows, decodes, seconds)
         if (verified or any(drafting)) and self.ready:
-            plain = self.plain_seconds(self._decode(plan))
-            step = self.plain_seconds(self._without(plan, num_rows))
+            decode = self._decode(plan)
+            plain = self.plain_seconds(decode)
+            step = plain if plan.generates else self.plain_seconds(self._without(plan, num_rows))
             num_drafts = sum(each for each, _ in verified.values())
             if num_drafts:
                 expected = self._cost.predict(self._work.work(plan.spans, num_rows + num_drafts))
-                usual = plain / self._cost.predict(self._decode(plan)) * expected
+                usual = plain / self._cost.predict(decode) * expected
                 known = self._verify.known(num_rows, plan.num_tokens) * step
                 measured = min(seconds, max(_PAUSE * step, _HELD_UP * usual))
                 seconds = min(seconds, _HELD_UP * max(usual, known))
@@ -138,8 +141,7 @@ class DraftAccounts:
                 gained[group] -= usual / plain
                 if group and spent > usual:
                     self.budget(source, num_rows).invest((spent - usual) / plain)
-        for source in dict(zip(self._groups, range(len(self._groups)), strict=True)).values():
-            group = self._groups[source]
+        for group, source in self._sources.items():
             count = sum(each for other, (each, _) in verified.items() if self._groups[other] == group)
             self.budget(source, num_rows).settle(gained[group], passed, count)
 
@@ -151,14 +153,14 @@ class DraftAccounts:
         sources = [source for source, group in enumerate(self._groups) if bool(group) == whose] or [0]
         return [result.times.draft if source == sources[0] else 0.0 for source in range(len(self._groups))]
 
-    def _compare(self, plan: StepPlan, num_rows: int, seconds: float) -> None:
-        """What a step without drafts took; of others that it was not measured."""
-        plain = self._plain.setdefault(num_rows.bit_length(), _Plain())
-        if plan.num_drafts.any():
-            plain.since += 1
-            return
-        if not plan.num_tokens == plan.num_spans == num_rows:
-            plain.since = 0  # prompts are in it: another time, if one was to be measured
+    def _compare(self, plan: StepPlan, num_rows: int, decodes: bool, seconds: float) -> None:
+        """What a step without drafts took, all of whose spans are decodes; of others that it was not measured."""
+        plain = self._plain.get(num_rows.bit_length())
+        if plain is None:
+            plain = self._plain[num_rows.bit_length()] = _Plain()
+        if not decodes:
+            # beside drafts there may be prompts: then another time, if one was to be measured
+            plain.since = plain.since + 1 if plan.num_drafts.any() else 0
             return
         plain.steps += 1
         if plain.since >= plain.patience:

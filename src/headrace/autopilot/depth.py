@@ -49,6 +49,7 @@ _REFRESH = 32  # steps between looks at costs; while little is known, _EARLY
 _EARLY, _EARLY_STEPS = 4, 256
 _STEPS = 50  # acceptances are told apart by 1 / this
 _DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
+_WORKS = 4096  # of steps that are kept
 _SHARE_MEMORY = 0.8  # weight of the past in the share of requests that have drafts
 
 
@@ -113,6 +114,7 @@ class AutoDepth:
         self.accounts = DraftAccounts(cost, work, [name in self._networks for name in self._proposers])
         self.prior = dict.fromkeys(range(len(self._proposers)), _PRIOR)
         self._promise = dict.fromkeys(range(len(self._proposers)), 1.0)  # as Request.promise, of all requests together
+        self._works: dict[tuple[int, int], StepWork] = {}  # (rows, drafts) -> what such a step does, which stays so
         self._seconds: dict[tuple[int, int], float] = {}  # (rows, drafts) -> predicted seconds
         self._best: dict[tuple[bool, int, float, int, int], _Best] = {}  # with a network's cost, most, acceptance, n, R
         self._passes: dict[int, float] = {}
@@ -328,10 +330,13 @@ class AutoDepth:
     def _search(self, acceptance: float, num_rows: int, drafting: int, most: int, network: PassCost | None) -> _Best:
         plain = num_rows / self._predict(num_rows, 0)
         depth, gain, told = 0, 0.0, []
+        limit = num_rows + drafting * (expected_tokens(acceptance, most) - 1)  # tokens of a step, at the most
         for each in (*(step for step in _DEPTHS if step < most), most):
             seconds = self._predict(num_rows, drafting * each)
             if network is not None:
                 seconds += each * self._pass_seconds(network, drafting)
+            if limit / seconds < gain * plain:
+                break  # nor do deeper ones pay, which take no less
             rate = (num_rows + drafting * (expected_tokens(acceptance, each) - 1)) / seconds
             told.append(f"{each}: {rate / plain:.2f}x")
             if rate / plain > gain:
@@ -354,6 +359,14 @@ class AutoDepth:
         return self._seconds[key]
 
     def _work_of(self, num_rows: int, drafts: int) -> StepWork:
+        found = self._works.get((num_rows, drafts))
+        if found is None:
+            if len(self._works) >= _WORKS:
+                self._works.clear()
+            found = self._works[num_rows, drafts] = self._count_work(num_rows, drafts)
+        return found
+
+    def _count_work(self, num_rows: int, drafts: int) -> StepWork:
         spans = np.full((4, num_rows), 1, np.int32)
         spans[1] = _CONTEXT
         spans[2] += drafts // num_rows

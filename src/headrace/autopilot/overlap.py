@@ -70,13 +70,12 @@ class RunAhead:
     def observe_step(self, plan: StepPlan, result: StepResult) -> None:
         self._policy.observe_step(plan, result)
         now, last = self._clock(), self._last
-        decodes = bool(plan.yields.all()) and bool((plan.lengths == plan.num_drafts + 1).all())
-        self._last = now if decodes else None
+        self._last = now if plan.generates else None
         load = plan.num_spans.bit_length()
         if load != self._load:
             self._load = load
             self._begin()
-        if last is None or not decodes or self.speculates != self._wanted:
+        if last is None or not plan.generates or self.speculates != self._wanted:
             return
         self._steps += 1
         if self._steps > _SETTLING:

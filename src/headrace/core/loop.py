@@ -139,8 +139,8 @@ class EngineCore:
         one's tokens had to be waited for, since drafts go on from them, a GPU has nothing to do until then."""
         if self._depth == 1 or self._in_flight or not self.scheduler.drafting.speculates or not self.has_work:
             return False
-        decodes = bool((plan.lengths == plan.num_drafts + 1).all())  # times of prompts are told to the moment
-        return decodes and not any(news.finish_reason for news in outputs)
+        # times of prompts are told to the moment
+        return plan.generates and not any(news.finish_reason for news in outputs)
 
     def tell(self) -> None:
         """Whoever asks the observer wants to know of all steps that have ended: tell it of the last one."""

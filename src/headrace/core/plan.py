@@ -124,6 +124,13 @@ class StepPlan:
         others = np.flatnonzero((self.spans[2] != 1) | (self.spans[3] != 0) | ~self.yields)
         return int(others[0]) if len(others) else self.num_spans
 
+    @cached_property
+    def generates(self) -> bool:
+        """All spans yield and are one token, or one and its drafts: no prompts are in it."""
+        if self.num_decodes == self.num_spans:
+            return True
+        return bool((self.yields & (self.spans[2] == self.spans[3] + 1)).all())
+
     @property
     def empty(self) -> bool:
         """Nothing to run and nothing to tell the worker."""

@@ -80,7 +80,10 @@ class LedgerObserver:
         totals = self.ledger.totals
         totals.draft_seconds += result.times.draft
         totals.proposers_dropped += len(result.dropped)
-        own = self.cost.predict_each(self._work, plan.spans, plan.yields, plan.num_decodes == plan.num_spans)
+        if plan.num_spans == 1:
+            own = np.array([self.cost.predict(work)])
+        else:
+            own = self.cost.predict_each(self._work, plan.spans, plan.yields, plan.num_decodes == plan.num_spans)
         now = self._clock()
         step.total = now - max(began, self._last_commit)  # with steps in flight: what it added after the one before
         self._last_commit = now
@@ -94,7 +97,7 @@ class LedgerObserver:
         spans = plan.spans.copy()
         spans[2] -= spans[3]
         without = self._work.work(spans, int(np.count_nonzero(plan.yields)))
-        extra = max(0.0, self.cost.predict(step.work) - self.cost.predict(without))
+        extra = max(0.0, step.predicted - self.cost.predict(without))
         named = [(self._proposers[each.source], each.num_drafts, each.num_accepted) for each in verified]
         self.ledger.totals.add_drafts(named, extra)
         uses: dict[str, list[int]] = {}

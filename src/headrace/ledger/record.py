@@ -103,6 +103,8 @@ def split_tokens(plan: StepPlan) -> tuple[int, int]:
     drafts long; the last single token of a prompt is therefore a decode token, which is what it costs."""
     if plan.num_decodes == plan.num_spans:  # told in less time
         return 0, plan.num_spans * plan.num_runs
+    if plan.generates:
+        return 0, plan.num_tokens
     lengths = plan.lengths
     decode = int(lengths[plan.yields & (lengths == plan.num_drafts + 1)].sum())
     return int(lengths.sum()) - decode, decode

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from headrace import ops
 from headrace.attention.base import LayerAttention
 from headrace.layers.attention import Attend, Attention
 from headrace.layers.embedding import Embedding, LMHead
@@ -16,7 +17,7 @@ from headrace.layers.norm import NoNorm, Norm, RMSNorm
 from headrace.layers.rope import RotaryEmbedding
 from headrace.layers.weights import WeightSource
 from headrace.models.spec import ModelSpec
-from headrace.ops.xp import Array, fresh, namespace
+from headrace.ops.xp import Array, namespace
 from headrace.quant.base import QuantScheme
 
 
@@ -91,11 +92,16 @@ class CausalLM:
         self.taps: tuple[int, ...] = ()  # layers before which the residual stream is wanted as a feature
         self._tapped: dict[int, Array] = {}
 
+    @property
+    def tapped(self) -> tuple[Array, ...]:
+        """The residual streams [T, H] at `taps` in the last pass."""
+        return tuple(self._tapped[tap] for tap in self.taps)
+
     def features(self, hidden: Array) -> Array:
         """Of the tokens of the last pass, which gave `hidden` [T, H]: the residual streams at `taps` side by side
         [T, taps * H], or `hidden` where there are none."""
         xp = namespace(hidden)
-        return xp.concat([self._tapped[tap] for tap in self.taps], axis=1) if self.taps else hidden
+        return xp.concat(self.tapped, axis=1) if self.taps else hidden
 
     def forward(self, token_ids: Array, positions: Array, attend: Attend) -> Array:
         """Hidden states after the final norm, float32 [T, H], of token_ids [T] at positions [T]."""
@@ -105,11 +111,11 @@ class CausalLM:
         following = [*(layer.before_attention for layer in self.layers[1:]), self.norm]
         for index, (layer, next_norm) in enumerate(zip(self.layers, following, strict=True)):
             if index in self.taps:
-                self._tapped[index] = fresh(residual)
+                self._tapped[index] = ops.copied(residual)
             update = layer(normed, residual, angles[self.spec.layer_rope(index)], attend)
             normed, residual = next_norm.add(update, residual)
         if len(self.layers) in self.taps:
-            self._tapped[len(self.layers)] = fresh(residual)
+            self._tapped[len(self.layers)] = ops.copied(residual)
         return normed
 
     def prepare(self, max_len: int, place: Callable[[np.ndarray], Array]) -> None:

@@ -85,7 +85,7 @@ class Eagle1Head(LlamaHead):
         out = residual + (update.sum(0) if update.ndim == 3 else update)  # in parts: Linear.partial
         return out, out
 
-    def logits(self, hidden: Array) -> Array:
+    def scores(self, hidden: Array) -> Array:
         return self.target.logits(hidden)
 
 
@@ -126,5 +126,5 @@ class Eagle3Head(LlamaHead):
         hidden, residual = self.norm.add(self.mlp(normed), residual)
         return residual, hidden
 
-    def logits(self, hidden: Array) -> Array:
-        return self.vocabulary.spread(self.head(hidden))
+    def scores(self, hidden: Array) -> Array:
+        return self.head(hidden)

@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from headrace.attention.base import LayerAttention
 from headrace.layers.attention import Attend
 from headrace.layers.rope import RotaryEmbedding
+from headrace.models.draft_vocab import DraftVocabulary
 from headrace.models.spec import ModelSpec
 from headrace.ops.xp import Array
 
@@ -18,6 +19,7 @@ class EagleHead(ABC):
     taps: tuple[int, ...] = ()  # layers of the model before which its residual stream is a feature; (): the last state
     spec: ModelSpec
     rotary: RotaryEmbedding
+    vocabulary: DraftVocabulary | None = None  # the tokens that it scores; None: all
 
     @property
     @abstractmethod
@@ -35,8 +37,13 @@ class EagleHead(ABC):
 
     @abstractmethod
     def forward(self, token_ids: Array, features: Array, positions: Array, attend: Attend) -> tuple[Array, Array]:
-        """(features [T, H] that follow, hidden states [T, H] for `logits`) of entries [T]."""
+        """(features [T, H] that follow, hidden states [T, H] for `scores`) of entries [T]."""
 
     @abstractmethod
+    def scores(self, hidden: Array) -> Array:
+        """Scores of the tokens of `vocabulary`, float32 [L, N], of hidden states [L, H]."""
+
     def logits(self, hidden: Array) -> Array:
         """Scores of the model's tokens, float32 [L, V], of hidden states [L, H]; -inf for those it never drafts."""
+        scores = self.scores(hidden)
+        return scores if self.vocabulary is None else self.vocabulary.spread(scores)

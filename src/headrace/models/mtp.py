@@ -67,5 +67,5 @@ class MtpHead(EagleHead):
         hidden, _ = self.norm.add(update, residual)
         return hidden, hidden
 
-    def logits(self, hidden: Array) -> Array:
+    def scores(self, hidden: Array) -> Array:
         return self.head(hidden)

@@ -24,17 +24,20 @@ def build_step(
     """
     xp = namespace(rows)
     count = rows.shape[0]
-    query_start = xp.zeros(count + 1, dtype=xp.int32)
-    query_start[1:] = xp.cumulative_sum(lengths)
     starts = xp.take(table_computed, rows, axis=0)
     if num_tokens == count:  # one token each: a plain decode step
         row_of, positions = rows, starts
+        query_start = xp.arange(count + 1, dtype=xp.int32)
+    elif count == 1:
+        row_of, positions = rows, starts + xp.arange(num_tokens, dtype=xp.int32)
+        query_start = xp.asarray([0, num_tokens], dtype=xp.int32)
     else:
-        span_of = xp.repeat(xp.arange(count, dtype=xp.int32), lengths)
-        row_of = xp.take(rows, span_of, axis=0)
-        offset = xp.take(starts - query_start[:-1], span_of, axis=0)
-        positions = xp.astype(xp.arange(num_tokens, dtype=xp.int32) + offset, xp.int32)
+        query_start = xp.zeros(count + 1, dtype=xp.int32)
+        query_start[1:] = xp.cumulative_sum(lengths)
+        row_of = xp.repeat(rows, lengths)
+        positions = xp.arange(num_tokens, dtype=xp.int32) + xp.repeat(starts - query_start[:-1], lengths)
     token_ids = table_tokens[row_of, positions]
-    block, inside = positions // block_size, positions % block_size
-    slots = tuple(xp.astype(table[row_of, block] * block_size + inside, xp.int32) for table in table_blocks)
-    return token_ids, positions, query_start, xp.astype(starts + lengths, xp.int32), slots
+    block = positions // block_size
+    inside = positions - block * block_size
+    slots = tuple(table[row_of, block] * block_size + inside for table in table_blocks)
+    return token_ids, positions, query_start, starts + lengths, slots

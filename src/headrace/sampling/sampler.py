@@ -72,6 +72,10 @@ class Sampler:
         model's own logits hold none, a NaN or +inf; also where a ban hides it, so that options do not decide.
         """
         xp = namespace(logits)
+        places = xp.arange(logits.shape[0], device=logits.device)
+        if batch.is_plain:
+            chosen = xp.argmax(logits, axis=-1)
+            return chosen, logits[places, chosen], logits
         masked = _masked(batch).nonzero()[0]
         damaged = masked[~np.asarray(xp.isfinite(xp.max(logits[masked], axis=-1)))] if masked.shape[0] else masked
         with np.errstate(over="ignore", invalid="ignore"):  # tiny temperatures overflow to -inf by design
@@ -83,7 +87,7 @@ class Sampler:
         if warm.shape[0]:
             noise = self._noise(batch, warm, logits.shape[1], xp)
             chosen[warm] = xp.argmax(logits[warm] + noise, axis=-1)
-        scores = xp.take_along_axis(logits, chosen[:, None], axis=-1)[:, 0]
+        scores = logits[places, chosen]
         scores[damaged] = xp.nan
         return chosen, scores, logits
 
@@ -146,11 +150,15 @@ class Sampler:
         """
         if not logits.shape[0]:
             return Sampled(np.full((num_spans, 1), -1, np.int32), np.zeros(num_spans, np.int32), {})
-        reported = np.flatnonzero(batch.table.logprobs[batch.rows] >= 0)
+        plain = batch.is_plain
+        reported = np.flatnonzero(batch.table.logprobs[batch.rows] >= 0) if not plain else np.zeros(0, np.int64)
         untouched = logits[reported]  # a copy: the stages overwrite the logits
         chosen_dev, scores_dev, staged = self.draw(logits, batch)
         chosen, scores = np.asarray(chosen_dev), np.asarray(scores_dev)
-        drawn, masked = np.isfinite(scores), _masked(batch)
+        drawn = np.isfinite(scores)
+        whole = bool(drawn.all())
+        if plain and whole and len(spans) == num_spans and int(drafts.max()) < 0 and batch.trees is None:
+            return Sampled(chosen.astype(np.int32)[:, None], np.ones(num_spans, np.int32), {})  # a plain decode step
         first = np.searchsorted(spans, spans)  # index of the first row of each row's span
         chosen, agreed = self.judge(chosen, drawn, staged, batch, spans, drafts)
         # a position counts if every one before it in its span was drawn and agreed with the draft
@@ -162,10 +170,9 @@ class Sampler:
         tokens = np.full((num_spans, 1 + int(column.max())), -1, np.int32)
         tokens[spans[counted], column[counted]] = chosen[counted]
         counts = np.bincount(spans[counted], minlength=num_spans).astype(np.int32)
-        errors = {
-            int(spans[index]): NONE_ALLOWED if scores[index] == -np.inf and masked[index] else DAMAGED
-            for index in np.flatnonzero(~drawn & (column == 0)).tolist()
-        }
+        errors = {} if whole else self._errors(scores, batch, spans, ~drawn & (column == 0))
+        if plain:
+            return Sampled(tokens, counts, errors, taken=counted)
         kept = counted[reported]
         told = reported[kept]
         wanted = batch.table.logprobs[batch.rows[told]].tolist()
@@ -177,3 +184,12 @@ class Sampler:
             for index, count in zip(searched.tolist(), wanted, strict=True)
         }
         return Sampled(tokens, counts, errors, by_span(spans[told], entries), candidates, counted)
+
+    @staticmethod
+    def _errors(scores: np.ndarray, batch: SamplingBatch, spans: np.ndarray, lost: np.ndarray) -> dict[int, str]:
+        """Why nothing could be drawn in the first rows of spans that bool `lost` [L] names."""
+        masked = _masked(batch)
+        return {
+            int(spans[index]): NONE_ALLOWED if scores[index] == -np.inf and masked[index] else DAMAGED
+            for index in np.flatnonzero(lost).tolist()
+        }

@@ -19,6 +19,7 @@ class SamplingTable:
     """One column per setting, one entry per row; written at admission."""
 
     def __init__(self, max_rows: int):
+        self.plain = np.ones(max_rows, bool)  # its token is the largest logit's: no stage applies, nothing is told
         self.prompt_len = np.zeros(max_rows, np.int32)
         self.temperature = np.zeros(max_rows, np.float32)
         self.top_k = np.zeros(max_rows, np.int32)
@@ -74,6 +75,7 @@ class SamplingTable:
         self.allowed_ids[row] = np.array(params.allowed_token_ids or (), np.int64)
         self.bad_words[row] = admit.bad_words or _NO_WORDS
         self.censored[row] = bool(self.bad_words[row].bans)
+        self.plain[row] = params.is_simple and params.temperature == 0 and not self.censored[row]
         self.constrained[row] = params.grammar is not None
         self.grammar[row] = params.grammar
         self.admission[row] += 1
@@ -110,6 +112,11 @@ class SamplingBatch:
     trees: TreeRows | None = None  # None: all spans are chains
     # of rows that stand behind nodes of a tree which is being made, the tokens on the way there; None: there are none
     paths: Sequence[Sequence[int]] | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all that decides is which logit is the largest: most steps, which can do without all else."""
+        return bool(self.table.plain[self.rows].all())
 
     def before(self, index: int, start: int = 0) -> Array:
         """The sequence that row `index` of the logits continues, int32, from position `start` on. In a tree: the known

@@ -165,10 +165,9 @@ def _merged(found: Sequence[tuple[int, Drafts]], num_rows: int) -> Drafts | None
     """One table of the drafts of several, whose rows do not overlap."""
     if not found:
         return None
-    if len(found) == 1 and found[0][1].probs is None:
+    if len(found) == 1:
         ((source, drafts),) = found
-        sources = np.where(drafts.tokens[:, 0] >= 0, source, 0).astype(np.int32)
-        return Drafts(drafts.tokens, sources=sources, placed=drafts.placed)
+        return replace(drafts, sources=np.full(num_rows, source, np.int32)) if source else drafts
     width = max(drafts.tokens.shape[1] for _, drafts in found)
     tokens = np.full((num_rows, width), -1, np.int32)
     sources = np.zeros(num_rows, np.int32)

@@ -86,6 +86,7 @@ class DraftModelProposer:
         # of heads whose tree has a fixed shape: its paths
         self._paths: Sequence[Sequence[int]] = getattr(runner.model, "paths", ())
         self._ranks = max((rank + 1 for path in self._paths for rank in path), default=RANKS)
+        self._vocabulary = runner.model.vocabulary if isinstance(runner, HeadRunner) else None
         self.wants_features = isinstance(runner, HeadRunner | StateRunner)
 
     @property
@@ -117,23 +118,34 @@ class DraftModelProposer:
             return self._grow(self.runner, chosen, depths, context)
         rows = context.rows[chosen]
         known = context.num_tokens[rows]
-        drafts = np.full((len(rows), int(depths.max())), -1, np.int32)
+        shallow, deep = int(depths.min()), int(depths.max())
+        drafts = np.full((len(rows), deep), -1, np.int32)
         probs: list[list[Array]] = [[] for _ in rows]
         ranked: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in rows]  # of each position: candidates, shares
         going = np.arange(len(rows))  # indices of the rows that still draft
-        for column in range(drafts.shape[1]):
-            going = going[depths[going] > column]
+        assert context.sampling is not None
+        # the best token is all that matters of most rows
+        plain = not context.nodes and not self._residual and bool(context.sampling.plain[rows].all())
+        for column in range(deep):
+            if column >= shallow:
+                going = going[depths[going] > column]
             if not len(going):
                 break
-            at = rows[going]
-            positions = known[going] + column
-            logits = self._of_vocabulary(self.runner.step(at, positions))
+            at, positions = (rows, known) if len(going) == len(rows) else (rows[going], known[going])
+            positions = positions + column
+            logits = self.runner.step(at, positions)
             started = time.perf_counter()
-            tokens, scores, staged = self._draw(logits, context, at, positions)
+            if plain:
+                tokens, scores = self._best(logits)
+            else:
+                tokens, scores, staged = self._draw(self._of_vocabulary(logits), context, at, positions)
             if self.runner.passes:  # drawing is a part of what a draft costs
                 last = self.runner.passes[-1]
                 self.runner.passes[-1] = last._replace(seconds=last.seconds + time.perf_counter() - started)
             drawn = np.isfinite(scores)  # else no token is allowed here: the draft ends before it
+            if plain and drawn.all():
+                drafts[going, column] = context.token_ids[at, positions] = tokens
+                continue
             for place in drawn.nonzero()[0].tolist() if self._residual and not context.nodes else ():
                 probs[going[place]].append(distribution(staged[place]))
             if context.nodes:
@@ -147,8 +159,10 @@ class DraftModelProposer:
         self.runner.end(rows, drafts)
         if context.nodes:
             return self._trees(chosen, ranked, context)
-        placed = np.full((len(context.rows), drafts.shape[1]), -1, np.int32)
-        placed[chosen] = drafts
+        placed = drafts
+        if len(chosen) < len(context.rows):
+            placed = np.full((len(context.rows), drafts.shape[1]), -1, np.int32)
+            placed[chosen] = drafts
         if not self._residual:
             return Drafts(placed)
         kept: list[Array | None] = [None] * len(context.rows)
@@ -226,8 +240,18 @@ class DraftModelProposer:
         chosen, scores, staged = self._sampler.draw(logits, self._batch(context, rows, positions))
         return np.asarray(chosen), np.asarray(scores), staged
 
+    def _best(self, logits: Array) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens [R], their logits [R]): the best of what a runner's `step` returned."""
+        known = logits[:, : self._vocab_size]
+        best = known.argmax(axis=1)
+        scores = known[np.arange(len(best)), best]
+        ids = None if self._vocabulary is None else self._vocabulary.ids
+        return best if ids is None else ids[best], scores
+
     def _of_vocabulary(self, logits: Array) -> Array:
-        """Logits of as many tokens as the verifying model has: checkpoints pad their vocabularies differently."""
+        """Logits of as many tokens as the verifying model has: heads score some, checkpoints pad theirs differently."""
+        if self._vocabulary is not None:
+            logits = self._vocabulary.spread(logits)
         size = logits.shape[1]
         if size == self._vocab_size:
             return logits

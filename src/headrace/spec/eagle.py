@@ -17,7 +17,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import InitVar, dataclass, field, replace
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -82,19 +82,20 @@ class HeadFollower(ABC):
         self._table = table
         self._max_len = max_len
         self._rows: dict[int, HeadRow] = {}
-        self._made: dict[int, np.ndarray] = {}  # row -> [H], the feature that its last entry made
+        self._near = 1  # entries that rows may be behind and run with their first draft
+        self._usual = 1  # of these, those that a step with drafts leaves at most
         self._width = 1  # entries of each level of a draft
 
     def admit(self, admits: Sequence[Admit]) -> None:
         """See Proposer."""
         for admit in admits:
             self._rows[admit.row] = HeadRow(admit)
+            self._table.num_computed[admit.row] = 0
 
     def release(self, rows: Sequence[int]) -> None:
         """See Proposer."""
         for number in rows:
             row = self._rows.pop(number, None)
-            self._made.pop(number, None)
             if row is not None:
                 self.kv.free(row.request, after_step=-1)
 
@@ -102,7 +103,7 @@ class HeadFollower(ABC):
         """See DraftRunner."""
         self.passes = []
         self.kv.pool.settle(-1)
-        self._width = WIDTH if context.nodes else 1
+        self._near, self._width = most + 1, WIDTH if context.nodes else 1
         if context.features is not None:
             self._keep(context.features, context.num_tokens)
         chosen: list[int] = []
@@ -123,7 +124,9 @@ class HeadFollower(ABC):
             self._table.token_ids[number, row.fed : entries] = context.token_ids[number, row.base + 1 + row.fed : known]
             chosen.append(index)
             depths.append(depth)
-        self._feed_all_but_last([self._rows[int(context.rows[index])] for index in chosen])
+            if row.num_kept > self._near:
+                self._catch_up(row)
+        self._usual = 1 + max(depths, default=0)
         self._tokens = context.token_ids
         return np.array(chosen, np.int64), np.array(depths, np.int32)
 
@@ -182,8 +185,8 @@ class HeadFollower(ABC):
         """A piece of a step's features, to be kept: the step's own will be overwritten."""
 
     @abstractmethod
-    def _feed_all_but_last(self, rows: list[HeadRow]) -> None:
-        """Run the entries of features that have gathered before rows draft."""
+    def _catch_up(self, row: HeadRow) -> None:
+        """Before a row drafts: run entries of features that have gathered, until at most `_near` are left."""
 
 
 class HeadRunner(HeadFollower):
@@ -199,29 +202,35 @@ class HeadRunner(HeadFollower):
         self._launcher = RecordedLauncher(self._forward)
         # features of the pass being run; those of a pass that may be recorded always lie in the same memory
         self._fixed = np.zeros((MAX_TOKENS, head.spec.hidden_size), np.float32)
+        self._made = np.zeros((num_rows, head.spec.hidden_size), np.float32)  # by row, what its last entry made
         self._grown: dict[int, _Grown] = {}
         self._inputs: Array = self._fixed
         self._outputs: Array = self._fixed
 
     def step(self, rows: np.ndarray, ends: np.ndarray) -> Array:
-        """See DraftRunner: the entry whose token is the last of each row's first `ends` tokens."""
+        """See DraftRunner, but scores are of the head's vocabulary: the entry whose token is the last of each row's
+        first `ends` tokens, after those of features that are not fed yet."""
         started = time.perf_counter()
-        inputs = []
-        for number, end in zip(rows.tolist(), ends.tolist(), strict=True):
-            row = self._rows[number]
-            entry = end - 2 - row.base
-            self._table.token_ids[number, entry] = self._tokens[number, end - 1]
-            inputs.append(self._take(row, 1) if row.num_kept else self._made[number][None])
-        hidden = self._run(rows, np.ones(len(rows), np.int32), np.concatenate(inputs))
-        logits = self.model.logits(hidden)
-        self._made.update(zip(rows.tolist(), np.array(self._outputs), strict=True))
-        for number, own in zip(rows.tolist() if self._width > 1 else (), inputs, strict=False):
-            self._grown[number] = _Grown(own, self._made[number])
-        self.passes.append(DraftPass(len(rows), time.perf_counter() - started))
-        return logits
+        own = [self._rows[number] for number in rows.tolist()]
+        lengths = np.array([row.num_kept or 1 for row in own], np.int32)
+        if own[0].num_kept:  # the first of a call: all rows have some, whose tokens are in the table
+            inputs = self._take(own, lengths)
+        else:
+            self._table.token_ids[rows, self._table.num_computed[rows]] = self._tokens[rows, ends - 1]
+            inputs = self._made[rows]
+        hidden = self._run(rows, lengths, inputs)
+        scores = self.model.scores(hidden)
+        self._made[rows] = self._outputs
+        if self._width > 1:
+            for number, last in zip(rows.tolist(), np.cumsum(lengths).tolist(), strict=True):
+                self._grown[number] = _Grown(inputs[last - 1 : last], self._made[number].copy())
+        if int(lengths.max()) <= self._usual:
+            self.passes.append(DraftPass(len(rows), time.perf_counter() - started))
+        return scores
 
     def grow(self, rows: np.ndarray, news: Sequence[Sequence[tuple[int, int]]]) -> Array:
-        """Logits [N, V] behind new nodes of the rows' trees, which `step` began with the entry of the last known token.
+        """Scores [N, draft vocabulary] behind new nodes of the rows' trees, which `step` began with the entry of the
+        last known token.
 
         `news` of each row are (place of the parent, token); places count that first entry, 0, then nodes as they came.
         """
@@ -243,31 +252,29 @@ class HeadRunner(HeadFollower):
         for number, nodes, end in zip(rows.tolist(), news, np.cumsum(lengths).tolist(), strict=True):
             fresh += range(end - len(nodes), end)
             self._grown[number].made += list(np.array(self._outputs[end - len(nodes) : end]))
-        logits = self.model.logits(hidden[np.array(fresh)])
+        scores = self.model.scores(hidden[np.array(fresh)])
         self.passes.append(DraftPass(len(fresh), time.perf_counter() - started))
-        return logits
-
-    def _keep(self, step: StepFeatures, num_tokens: np.ndarray) -> None:
-        super()._keep(replace(step, values=np.array(step.values, np.float32)), num_tokens)  # one copy for all rows
+        return scores
 
     def _cut(self, values: Array, first: int, count: int) -> Array:
-        return values[first : first + count]
+        return np.array(values[first : first + count], np.float32)
 
-    def _take(self, row: HeadRow, count: int) -> Array:
-        """The next `count` kept features [count, H]."""
-        values = row.features[0] if len(row.features) == 1 else np.concatenate(row.features)
-        row.features = [values[count:]] if count < len(values) else []
-        row.num_kept -= count
-        row.fed += count
-        return self.model.fuse(values[:count])
+    def _take(self, rows: list[HeadRow], counts: np.ndarray) -> Array:
+        """The next `counts` [R] kept features of rows, one behind the other, as the head continues them [T, H]."""
+        taken: list[Array] = []
+        for row, count in zip(rows, counts.tolist(), strict=True):
+            values = row.features[0] if len(row.features) == 1 else np.concatenate(row.features)
+            row.features = [values[count:]] if count < len(values) else []
+            row.num_kept -= count
+            row.fed += count
+            taken.append(values[:count])
+        return self.model.fuse(taken[0] if len(taken) == 1 else np.concatenate(taken))
 
-    def _feed_all_but_last(self, rows: list[HeadRow]) -> None:
-        for row in rows:
-            number = np.array([row.request.row], np.int32)
-            self._table.num_computed[number] = row.fed
-            while row.num_kept > 1:
-                count = min(row.num_kept - 1, _CHUNK)
-                self._run(number, np.array([count], np.int32), self._take(row, count))
+    def _catch_up(self, row: HeadRow) -> None:
+        number = np.array([row.request.row])
+        while row.num_kept > self._near:
+            counts = np.array([min(row.num_kept - 1, _CHUNK)], np.int32)
+            self._run(number, counts, self._take([row], counts))
 
     # -- the head
 
@@ -275,7 +282,8 @@ class HeadRunner(HeadFollower):
         """Hidden states [R, H] of each row's last entry of a pass; of all entries, where spans are `trees`."""
         spans = np.zeros((4, len(rows)), np.int32)
         spans[0], spans[1], spans[2] = rows, self._table.num_computed[rows], lengths
-        spans[3] = lengths - 1 if trees else 0
+        if trees:
+            spans[3] = lengths - 1
         plan = StepPlan(0, spans=spans, yields=np.ones(len(rows), bool))
         batch = self._builder.build(plan, self._launcher.pick(plan.num_tokens, plan.num_spans, None))
         metas = [self._backend.plan(batch, g, group) for g, group in enumerate(self._cache.layout.groups)]
@@ -284,8 +292,11 @@ class HeadRunner(HeadFollower):
             self._inputs = self._fixed[: len(features)]
             self._inputs[:] = features
         made, hidden = self._launcher.run(batch, metas)
-        self._outputs = made[batch.logit_index]
         self._table.num_computed[rows] += lengths
+        if len(made) == len(batch.logit_index):
+            self._outputs = made
+            return hidden
+        self._outputs = made[batch.logit_index]
         return hidden[batch.logit_index]
 
     def _forward(self, batch: StepBatch, metas: list[Any]) -> tuple[Array, Array]:

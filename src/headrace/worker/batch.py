@@ -22,6 +22,9 @@ class ShapeKey:
     query_len: int | None = None  # every span has this length; None: ragged
 
 
+_NO_PLACES = np.zeros(0, np.int32)
+
+
 @dataclass(frozen=True)
 class StepBatch:
     """R spans over T tokens; G layer groups; B table columns; L positions whose logits are wanted."""
@@ -38,8 +41,8 @@ class StepBatch:
     logit_span: Array  # int32 [L]      the span each of them belongs to
     num_drafts: Array  # int32 [R]      the last num_drafts tokens of span r are drafts
     # int32 [P]  tokens followed by a prompt token whose log-probability is wanted, and the span of each
-    prompt_index: Array = field(default_factory=lambda: np.zeros(0, np.int32))
-    prompt_span: Array = field(default_factory=lambda: np.zeros(0, np.int32))
+    prompt_index: Array = field(default_factory=lambda: _NO_PLACES)
+    prompt_span: Array = field(default_factory=lambda: _NO_PLACES)
     # int32 [T]  of each token of a span that is a token tree, the place in its span of the token before it, -1 of its
     # first; of tokens of other spans -2; None: no span is one. Positions of a tree are depths, slots are in its order
     parents: Array | None = None
@@ -56,10 +59,15 @@ class StepBatch:
 def _logit_positions(plan: StepPlan, query_start: Array) -> tuple[Array, Array]:
     """(token, span) int32 [L] of each position whose logits are wanted."""
     spans = np.arange(plan.num_spans, dtype=np.int32)
-    if plan.num_tokens == plan.num_spans and plan.yields.all():  # a plain decode step
+    all_yield = bool(plan.yields.all())
+    if plan.num_tokens == plan.num_spans and all_yield:  # a plain decode step
         return spans, spans
-    wanted = np.where(plan.yields, 1 + plan.num_drafts, 0)
+    wanted = 1 + plan.num_drafts
+    if not all_yield:
+        wanted[~plan.yields] = 0
     logit_span = np.repeat(spans, wanted)
+    if len(logit_span) == plan.num_tokens:  # all tokens: a step that verifies
+        return np.arange(plan.num_tokens, dtype=np.int32), logit_span
     within = np.arange(len(logit_span), dtype=np.int32) - np.repeat(np.cumsum(wanted) - wanted, wanted)
     return (query_start[1:] - wanted)[logit_span] + within, logit_span
 
@@ -116,7 +124,7 @@ class BatchBuilder:
         sampling = self._table.sampling
         wanted = sampling.prompt_logprobs[rows] >= 0
         if not wanted.any():
-            return np.zeros(0, np.int32), np.zeros(0, np.int32)
+            return _NO_PLACES, _NO_PLACES
         span = np.repeat(np.arange(len(rows), dtype=np.int32), lengths)
         index = np.flatnonzero(wanted[span] & (positions + 1 < sampling.prompt_len[rows[span]]))
         return index.astype(np.int32), span[index]

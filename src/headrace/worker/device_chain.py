@@ -60,7 +60,7 @@ class Chained:
 
 
 class ChainRunner(DeviceRunner):
-    """A DeviceRunner that runs chains too."""
+    """A DeviceRunner that runs chains too. Its caller sees to torch's inference mode."""
 
     def __init__(
         self,
@@ -107,7 +107,6 @@ class ChainRunner(DeviceRunner):
         something is."""
         self._source, self._fuse = source, fuse
 
-    @torch.inference_mode()
     def chain(self, plan: StepPlan, depth: int, most: int) -> Chained | None:
         """Run the step of `plan`, all of whose spans yield and have up to `most` tokens as a rule, and `depth` - 1
         steps of one token a span behind it. None, and nothing is done, without a graph for it."""
@@ -117,7 +116,6 @@ class ChainRunner(DeviceRunner):
         self._send(key, plan)
         return self._landed_of(key, plan.num_spans)
 
-    @torch.inference_mode()
     def follow(self, plan: StepPlan, depth: int) -> bool:
         """Send a chain behind the step of the model that was sent last, which has the same spans; whatever of them is
         accepted there is run first, and what is drafted put into the model's table. False, and nothing is done, without
@@ -179,7 +177,6 @@ class ChainRunner(DeviceRunner):
         ids, shares = (each[: key.depth, :count].transpose(0, 1).cpu().numpy() for each in self._chain_ranked)
         return Chained(drawn, (ids, shares))
 
-    @torch.inference_mode()
     def guess(self, plan: StepPlan) -> Chained:
         """Run one step whose spans end in tokens that are yet to be guessed, as drafts of which all are accepted: what
         it drew at each of them and before the first. With `ranks` or `distributions` no graph may hold it."""

@@ -79,7 +79,7 @@ def make_device_proposer(
         )
         runner: DeviceDraftRunner | DeviceHeadRunner
         if isinstance(model, HeadModel):
-            runner = DeviceHeadRunner(model, passes, layout, max_len, most)
+            runner = DeviceHeadRunner(model, passes, layout, max_len)
         elif draft.mask_token is None:
             runner = DeviceDraftRunner(model, passes, layout, max_len)
         else:

@@ -62,11 +62,10 @@ class DeviceHeadRunner(HeadFollower):
     the head does not take of them at once is gathered into a tensor of its own before the next step.
     """
 
-    def __init__(self, model: HeadModel, passes: Passes, layout: KVLayout, max_len: int, most_drafts: int):
+    def __init__(self, model: HeadModel, passes: Passes, layout: KVLayout, max_len: int):
         super().__init__(layout, passes.table.host, min(max_len, model.spec.max_position))
         self.model = model
         self.sender = passes
-        self._near = most_drafts + 1  # entries that rows may be behind and run with their first draft
         self._live: torch.Tensor | None = None  # the model's buffer
 
     def admit(self, admits: Sequence[Admit]) -> None:
@@ -132,13 +131,12 @@ class DeviceHeadRunner(HeadFollower):
     def _cut(self, values: Array, first: int, count: int) -> tuple[torch.Tensor, int, int]:
         return values, first, count
 
-    def _feed_all_but_last(self, rows: list[HeadRow]) -> None:
-        limit = self.model.inputs.shape[0]
-        for row in rows:
-            while row.num_kept > self._near:
-                number, count = np.array([row.request.row]), np.array([min(row.num_kept - 1, limit)], np.int32)
-                self._feed(number, count)
-                self.sender.send(number, count, yields=False)
+    def _catch_up(self, row: HeadRow) -> None:
+        number, limit = np.array([row.request.row]), self.model.inputs.shape[0]
+        while row.num_kept > self._near:
+            count = np.array([min(row.num_kept - 1, limit)], np.int32)
+            self._feed(number, count)
+            self.sender.send(number, count, yields=False)
 
     def _feed(self, rows: np.ndarray, counts: np.ndarray) -> None:
         """Make the next `counts` entries of rows ready to be run: features into the buffer, tokens into the table."""

@@ -381,10 +381,11 @@ class DeviceDraftProposer:
             self.runner.passes = [DraftPass(len(going), seconds / depth)] * depth
         return Drafts(tokens, placed=True)
 
-    @torch.inference_mode()
     def propose(self, context: DraftContext) -> Drafts | None:
-        if self._followed:
-            return self._take_followed(context)
+        return self._take_followed(context) if self._followed else self._make(context)
+
+    @torch.inference_mode()
+    def _make(self, context: DraftContext) -> Drafts | None:
         chosen, depths = self.runner.begin(context, self._most_drafts)
         drafts = self._draft(context, chosen, depths) if len(chosen) else None
         if isinstance(self.runner, DeviceHeadRunner):

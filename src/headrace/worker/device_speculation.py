@@ -115,8 +115,12 @@ class Speculation:
         table, host, count, rows = self._table, self._table.host, plan.num_spans, plan.rows
         counts = np.fromiter(map(len, result.tokens), np.int32, count)
         width = max(1, int(counts.max(initial=0)))
-        tokens = np.full((count, width), -1, np.int32)
-        tokens[np.arange(width) < counts[:, None]] = list(chain.from_iterable(result.tokens))
+        drawn = list(chain.from_iterable(result.tokens))
+        if len(drawn) == count * width:  # of all the same number
+            tokens = np.array(drawn, np.int32).reshape(count, width)
+        else:
+            tokens = np.full((count, width), -1, np.int32)
+            tokens[np.arange(width) < counts[:, None]] = drawn
         hosted = table.hosted[rows]
         known = host.num_tokens[rows] if hosted.any() else None
         host.commit(plan, Sampled(tokens, counts, {}))

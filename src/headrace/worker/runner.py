@@ -23,7 +23,7 @@ from headrace.spec.base import DraftContext, StepFeatures
 from headrace.spec.combined import CombinedProposer
 from headrace.worker.batch import BatchBuilder, StepBatch
 from headrace.worker.kv_cache import KVCache
-from headrace.worker.launcher import EagerLauncher, Launcher
+from headrace.worker.launcher import Launcher
 from headrace.worker.recorded import RecordedLauncher
 from headrace.worker.table import RequestTable, told_of
 from headrace.worker.trees import keep_paths, tree_rows
@@ -51,8 +51,7 @@ class ModelRunner:
         self._proposer = proposer
         self._draft_nodes = draft_nodes
         self._builder = BatchBuilder(table, cache.layout.block_size)
-        # a recorded step hands out no residual streams
-        self._launcher: Launcher = EagerLauncher(self._forward) if model.taps else RecordedLauncher(self._forward)
+        self._launcher: Launcher = RecordedLauncher(self._forward)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step to its end."""
@@ -65,7 +64,7 @@ class ModelRunner:
         batch = self._builder.build(plan, key)
         metas = [self._backend.plan(batch, g, group) for g, group in enumerate(self._cache.layout.groups)]
         t1 = time.perf_counter()
-        hidden = self._launcher.run(batch, metas)
+        hidden, *tapped = self._launcher.run(batch, metas)
         t2 = time.perf_counter()
         logits = self._model.logits(hidden[batch.logit_index])
         t3 = time.perf_counter()
@@ -81,7 +80,7 @@ class ModelRunner:
             order = keep_paths(batch, sampled.taken, self._cache, self._backend, layers)
         self._table.commit(plan, sampled)
         t4 = time.perf_counter()
-        num_drafts, sources, values = self._propose(plan, batch, hidden, order)
+        num_drafts, sources, values = self._propose(plan, batch, np.concatenate(tapped, 1) if tapped else hidden, order)
         tokens = [row[:count] for row, count in zip(sampled.tokens.tolist(), sampled.counts.tolist(), strict=True)]
         return StepResult(
             plan.step_id,
@@ -100,25 +99,26 @@ class ModelRunner:
             prompt_logprobs=prompt_logprobs,
         )
 
-    def _forward(self, batch: StepBatch, metas: list[Any]) -> Array:
+    def _forward(self, batch: StepBatch, metas: list[Any]) -> tuple[Array, ...]:
+        """Hidden states, and the residual streams that heads continue."""
         layers = self._model.attention_layers
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
             meta = metas[self._cache.group(layer)]
             return self._backend.run(q, k, v, self._cache.pages(layer), meta, layers[layer])
 
-        return self._model.forward(batch.token_ids, batch.positions, attend)
+        hidden = self._model.forward(batch.token_ids, batch.positions, attend)
+        return hidden, *(self._model.tapped if self._model.taps else ())
 
     def _propose(
-        self, plan: StepPlan, batch: StepBatch, hidden: Array, order: np.ndarray | None
+        self, plan: StepPlan, batch: StepBatch, made: Array, order: np.ndarray | None
     ) -> tuple[list[int], list[int], dict[int, list[float]]]:
         """Drafts for the next step: how many each span's row holds, by which proposer, and what nodes of trees promise.
-        `order`: as keep_paths returned it."""
+        `made` [T, F]: what the model made of the step's tokens; `order`: as keep_paths returned it."""
         table, rows, features = self._table, plan.rows[plan.yields], None
         if self._proposer.wants_features:
             starts = batch.positions[batch.query_start[:-1]]
-            values = self._model.features(hidden)
-            values = values if order is None else values[order]
+            values = made if order is None else made[order]
             features = StepFeatures(batch.rows, starts, batch.query_start, table.num_computed, values)
         context = DraftContext(
             rows,
@@ -146,11 +146,10 @@ class ModelRunner:
 
     def _drafts(self, batch: StepBatch, sampling: SamplingBatch) -> np.ndarray:
         """The draft at each drawn token's position, -1 where there is none, and in trees."""
-        rows, positions = sampling.rows, sampling.positions
-        last = np.ones(len(rows), bool)
-        last[:-1] = batch.logit_span[1:] != batch.logit_span[:-1]
-        drafts = self._table.token_ids[rows, np.where(last, 0, positions)]
-        drafts[last] = -1
+        span, drafts = batch.logit_span, np.full(len(batch.logit_span), -1, np.int32)
+        if len(span) == batch.num_spans and sampling.trees is None and not batch.num_drafts.any():
+            return drafts
+        drafts[:-1] = np.where(span[1:] == span[:-1], batch.token_ids[batch.logit_index[1:]], -1)
         if sampling.trees is not None:
             drafts[sampling.trees.parents > -2] = -1
         return drafts

@@ -45,12 +45,12 @@ class RequestTable:
     def commit(self, plan: StepPlan, sampled: Sampled) -> None:
         """Take in what the step sampled: tokens become known, rejected drafts are forgotten."""
         rows, counts = plan.rows, sampled.counts
-        rejected = np.where(counts > 0, plan.num_drafts + 1 - counts, 0)
-        self.num_computed[rows] += plan.lengths - rejected
         known, last = self.num_tokens[rows], self.token_ids.shape[1] - 1
         if sampled.tokens.shape[1] == 1 and counts.all():
+            self.num_computed[rows] += plan.lengths - plan.num_drafts
             self.token_ids[rows, np.minimum(known, last)] = sampled.tokens[:, 0]
         else:
+            self.num_computed[rows] += plan.lengths - np.where(counts > 0, plan.num_drafts + 1 - counts, 0)
             span, column = (np.arange(sampled.tokens.shape[1]) < counts[:, None]).nonzero()
             places = np.minimum(known[span] + column, last)
             self.token_ids[rows[span], places] = sampled.tokens[span, column]
@@ -76,15 +76,17 @@ class RequestTable:
         if drafts is None:
             return np.zeros(len(rows), np.int32)
         known = self.num_tokens[rows]
-        counts = (drafts.tokens >= 0).sum(axis=1, dtype=np.int32)
-        counts = np.minimum(counts, self.token_ids.shape[1] - known)
         self.sampling.draft_start[rows] = known
-        there = np.arange(drafts.tokens.shape[1]) < counts[:, None]
+        width = drafts.tokens.shape[1]
+        there = drafts.tokens >= 0
+        if int(known.max()) + width > self.token_ids.shape[1]:
+            there &= np.arange(width) < (self.token_ids.shape[1] - known)[:, None]
+        counts = np.count_nonzero(there, axis=1).astype(np.int32)
         span, column = there.nonzero()
         self.token_ids[rows[span], known[span] + column] = drafts.tokens[there]
         numbers = rows.tolist()
-        for row, own in zip(numbers, drafts.probs or [None] * len(numbers), strict=True):
-            self.sampling.draft_probs[row] = own
+        for index, row in enumerate(numbers):
+            self.sampling.draft_probs[row] = drafts.probs[index] if drafts.probs is not None else None
             self.draft_parents[row] = None
         if drafts.tree is not None:
             for index, row in enumerate(numbers):
@@ -99,12 +101,19 @@ def told_of(
 ) -> tuple[list[int], list[int], dict[int, list[float]]]:
     """What a StepResult says of the drafts for the rows of a plan that yield, of which `held` are kept: how many each
     span's row has, by which proposer, and what nodes of trees promise."""
-    counts, sources = np.zeros((2, plan.num_spans), np.int32)
-    counts[plan.yields] = held
-    if drafts is not None and drafts.sources is not None:
-        sources[plan.yields] = drafts.sources
+    counts, sources = held, None if drafts is None else drafts.sources
+    if not plan.yields.all():
+        counts = _spread(held, plan.yields)
+        sources = None if sources is None else _spread(sources, plan.yields)
     promised: dict[int, list[float]] = {}
     if drafts is not None and drafts.values is not None:
         for index, span in enumerate(np.flatnonzero(plan.yields).tolist()):
             promised[span] = drafts.values[index, : counts[span]].tolist()
-    return counts.tolist(), sources.tolist(), promised
+    return counts.tolist(), [0] * plan.num_spans if sources is None else sources.tolist(), promised
+
+
+def _spread(values: np.ndarray, yields: np.ndarray) -> np.ndarray:
+    """Values of the spans that yield, among all; 0 of others."""
+    spread = np.zeros(len(yields), np.int32)
+    spread[yields] = values
+    return spread
