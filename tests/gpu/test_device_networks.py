@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from headrace import LLM, SamplingParams
+from headrace.autopilot.host_bound import HostBound
 from headrace.core.drafting import FixedDepth
 from headrace.ops.triton.runtime import INTERPRETED
 from headrace.worker.device_chain import ChainRunner
@@ -150,23 +151,36 @@ def test_a_module_of_the_model_itself(models, gpu_engine, held):
 
 
 @pytest.mark.slow
-def test_a_head_keeps_its_context_where_drafts_are_done_without(models, gpu_engine):
-    prompts, params = PROMPTS[1:], [each.with_(max_tokens=16) for each in PARAMS[:2]]
-    want, _ = run(models["target"], params, prompts, device="cpu", speculate="off", num_draft_tokens=None)
-    options = OPTIONS | DEVICE | {"speculate": "eagle", "draft_model": models["eagle1"], "num_draft_tokens": None}
-    with LLM(models["target"], **options) as llm:
-        policy, ways = llm.engine.core.scheduler.drafting, []
-        (proposer,) = llm.engine._worker.proposer._proposers.values()
-        bases, original = [], proposer.runner.end
+@pytest.mark.parametrize("runs", [1, 3])
+def test_a_head_keeps_its_context_where_drafts_are_done_without(models, gpu_engine, monkeypatch, runs):
+    """Its drafts are those of a head that was asked after every step."""
+    prompts, params = PROMPTS[1:], [each.with_(max_tokens=20) for each in PARAMS[:2]]
+    options = OPTIONS | {"speculate": "eagle", "draft_model": models["eagle1"]}
+    monkeypatch.setattr(HostBound, "runs", lambda self, num_rows: runs)
 
-        def end(rows, drafts):
-            bases.extend(proposer.runner._rows[row].base for row in rows.tolist())
-            return original(rows, drafts)
+    places, original = [], RequestTable.hold_drafts
+
+    def hold(self, rows, drafts):
+        if drafts is not None:
+            known = self.num_tokens[rows].tolist()
+            places[-1].update(zip(zip(rows.tolist(), known, strict=True), drafts.tokens.tolist(), strict=True))
+        return original(self, rows, drafts)
+
+    monkeypatch.setattr(RequestTable, "hold_drafts", hold)
+    with LLM(models["target"], device="cpu", **options | {"num_draft_tokens": 2}) as llm:
+        places.append({})
+        want = tokens(llm.generate(prompts, params))
+    with LLM(models["target"], **options | DEVICE | {"num_draft_tokens": None}) as llm:
+        policy, ways = llm.engine.core.scheduler.drafting, []
 
         def change(plan, result):
-            ways.append(policy.speculates)
+            ways.append((policy.speculates, plan.num_runs))
             policy._wanted = len(ways) // 4 % 2 == 0
 
-        policy._policy, policy.observe_step, proposer.runner.end = FixedDepth(2, ("eagle",)), change, end
+        policy._policy, policy.observe_step = FixedDepth(2, ("eagle",)), change
+        places.append({})
         assert tokens(llm.generate(prompts, params)) == want
-        assert False in ways and len(bases) > 2 and set(bases) == {0}, "entries of the first prompt token on are there"
+    assert any(not drafting and count > 1 for drafting, count in ways) == (runs > 1)
+    wanted, found = places
+    both = found.keys() & wanted.keys()
+    assert len(both) > 4 and {place: found[place] for place in both} == {place: wanted[place] for place in both}

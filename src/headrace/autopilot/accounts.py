@@ -112,7 +112,7 @@ class DraftAccounts:
         num_rows = plan.num_spans if decodes else int(np.count_nonzero(plan.yields))
         if not num_rows:
             return
-        seconds, drafting = result.times.total - result.times.draft, self._drafting(result)
+        seconds, drafting = (result.times.total - result.times.draft) / plan.num_runs, self._drafting(result)
         gained = dict.fromkeys(self._groups, 0.0)
         passed = 1.0
         self._compare(plan, num_rows, decodes, seconds)

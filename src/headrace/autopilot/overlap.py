@@ -1,9 +1,10 @@
 """RunAhead: drafts, or steps that overlap, whichever brings more tokens per second.
 
-On a GPU the host sends a step while the one before it runs. Drafts forbid that: they continue tokens that have to be
-known. So a policy that drafts nothing worth having still costs what overlapping would have hidden, which for a small
-model is a good part of a step. No prediction decides here: both ways are measured, for each load, a window of steps at
-a time. The one that has lost is tried again after a while, and then less often.
+On a GPU the host sends a step while the one before it runs, or, where it is slower than that, several runs of a step at
+once (autopilot/host_bound.py). Drafts forbid both: they continue tokens that have to be known. So a policy that drafts
+nothing worth having still costs what overlapping would have hidden, which for a small model is a good part of a step.
+No prediction decides here: both ways are measured, for each load, a window of steps at a time. The one that has lost is
+tried again after a while, and then less often.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class RunAhead:
         if self.speculates != self._wanted:
             self.speculates = self._wanted
             for request in requests:
-                request.runs_ahead = request.is_plain and not self.speculates
+                request.run_ahead(not self.speculates)
         return True
 
     def depth(self, request: Request, available: int, num_rows: int) -> int:

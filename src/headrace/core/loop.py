@@ -121,7 +121,8 @@ class EngineCore:
         asked = time.perf_counter()
         result = future.result()
         started = time.perf_counter()
-        if self._last is not None and plan.num_decodes == plan.num_spans:
+        overlaps = plan.num_decodes == plan.num_spans and not self.scheduler.drafting.speculates
+        if self._last is not None and overlaps:
             self.scheduler.visits.observe(plan.num_spans, plan.num_runs, started - self._last, started - asked)
         self._last = started
         outputs = self.scheduler.commit(plan, result)

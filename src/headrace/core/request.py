@@ -120,6 +120,11 @@ class Request:
         """Neither in a beam nor under a grammar: what its next token may be does not depend on the host."""
         return self.beam is None and self.params.grammar is None
 
+    def run_ahead(self, allowed: bool) -> None:
+        """Whether its steps may be scheduled ahead of their results, and run several times, as far as it lets them."""
+        self.runs_ahead = allowed and self.is_plain
+        self.repeats = self.runs_ahead and self.params.is_simple
+
     @property
     def wants_prompt_logprobs(self) -> bool:
         """Every prompt position must run through the model, so no prefix hit may skip one."""

@@ -80,8 +80,7 @@ class Scheduler:
         request.max_len = min(request.max_len, limit)
         if request.beam is not None:
             self._add_beam(request.beam)
-        request.runs_ahead = request.is_plain and not self.drafting.speculates
-        request.repeats = request.runs_ahead and request.params.is_simple
+        request.run_ahead(not self.drafting.speculates)
         leader = request.leader
         if leader is not None and leader.id in self._requests and leader.num_output == 0:
             self._followers.setdefault(leader.id, []).append(request)

@@ -150,9 +150,9 @@ class Engine:
         self._closed = False
 
     def _visits(self) -> Visits:
-        """Steps of a GPU can run several times a visit; those that drafts may follow are looked at every time."""
+        """Steps of a GPU can run several times a visit, but for those that drafts may follow."""
         overlaps = self.config.device != "cpu" and self.config.steps_in_flight > 1
-        return HostBound() if overlaps and not self.config.proposers else OneRun()
+        return HostBound() if overlaps else OneRun()
 
     def _draft_policy(self, work: WorkModel, draft: DraftSource | None) -> DraftPolicy:
         config = self.config

@@ -156,6 +156,8 @@ class DeviceRunner:
         self.flush()
         batch = self._builder.send(plan, key, trees)
         slot.begin()
+        late = self._speculation is not None and not any_hosted and not waits  # its tokens are taken in later
+        features: list[torch.Tensor] = []  # of each run: heads go on from them when drafts are wanted again
         hidden: torch.Tensor | None = None
         for run in range(plan.num_runs):
             if key is not None:
@@ -165,9 +167,11 @@ class DeviceRunner:
                     hidden = self._step_or_too_large(batch, warm, cut)
                 except StepTooLarge as error:
                     if run:
-                        error.done, error.num_done = self._sent(replace(plan, num_runs=run), slot), run
+                        error.done, error.num_done = self._sent(replace(plan, num_runs=run), slot, features), run
                     raise
             slot.drawn[run, : plan.num_spans].copy_(self._drawn[: plan.num_spans], non_blocking=True)
+            if late and self._features is not None:
+                features.append(self._features[: plan.num_tokens].clone())
         slot.end()
         # a step that waited for a compiler says nothing of the others
         observe = None
@@ -178,12 +182,8 @@ class DeviceRunner:
         if self._speculation is None and any_hosted:
             table.advance(plan)
         if not any_hosted and not waits:
-            if self._speculation is not None:
-                # features are kept: heads go on from them when drafts are wanted again
-                features = None if self._features is None else self._features[: plan.num_tokens].clone()
-                admissions = self._speculation.admissions(plan)
-                pending.settle = partial(self._speculation.commit_late, plan, admissions, features)
-                self._unsettled.append(pending)
+            if late:
+                self._commit_late(pending, plan, features)
             return pending
         while self._unsettled:  # the host's table must know what came before
             self._unsettled.popleft().result()
@@ -210,11 +210,22 @@ class DeviceRunner:
         while self._pending:
             self._pending.popleft().result()
 
-    @staticmethod
-    def _sent(plan: StepPlan, slot: Slot) -> PendingStep:
+    def _commit_late(self, pending: PendingStep, plan: StepPlan, features: list[torch.Tensor]) -> None:
+        """What comes of the step is taken in when its tokens are read, `features` [T, F] of each run included."""
+        assert self._speculation is not None
+        # the tokens of a span, one a run, lie one behind the other
+        told = torch.stack(features, 1).flatten(0, 1) if len(features) > 1 else features[0] if features else None
+        admissions = self._speculation.admissions(plan)
+        pending.settle = partial(self._speculation.commit_late, plan, admissions, told)
+        self._unsettled.append(pending)
+
+    def _sent(self, plan: StepPlan, slot: Slot, features: list[torch.Tensor]) -> PendingStep:
         """Runs of a step, after which it could not go on."""
         slot.end()
-        return PendingStep(plan, slot, plan.yields, 0.0, None)
+        pending = PendingStep(plan, slot, plan.yields, 0.0, None)
+        if self._speculation is not None:
+            self._commit_late(pending, plan, features)
+        return pending
 
     @torch.inference_mode()
     def _finish(

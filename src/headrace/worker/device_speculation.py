@@ -92,8 +92,9 @@ class Speculation:
     def commit_late(
         self, plan: StepPlan, admissions: np.ndarray, features: torch.Tensor | None, result: StepResult
     ) -> StepResult:
-        """The host's table takes in what a step brought that was not waited for, and proposers its features [T, F].
-        `admissions` [S]: which of its requests each row had then; of rows that have changed hands nothing is taken."""
+        """The host's table takes in what a step brought that was not waited for, and proposers its features [T, F], of
+        all its runs. `admissions` [S]: which of its requests each row had then; of rows that have changed hands nothing
+        is taken."""
         kept = self.admissions(plan) == admissions
         whole = bool(kept.all())
         starts = self._table.host.num_computed[plan.rows] if features is not None else None
@@ -106,7 +107,7 @@ class Speculation:
             )
         if features is not None and starts is not None:
             rows = plan.rows if whole else np.where(kept, plan.rows, -1)
-            host, told = self._table.host, self._features(rows, plan.lengths, starts, features)
+            host, told = self._table.host, self._features(rows, plan.lengths * plan.num_runs, starts, features)
             self.proposer.watch(DraftContext(rows, host.token_ids, host.num_tokens, limits=[], features=told))
         return result
 
