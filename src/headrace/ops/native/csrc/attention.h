@@ -26,7 +26,8 @@ struct Item {
   float *q, *scores;  // [rows][dim], [rows][64]
   State state;
   float* shrink;                      // [rows]: what the sums so far are multiplied with, for the tile at hand
-  float* gathered;                    // [dim][64]: keys of a tile whose blocks are not whole vectors
+  float* gathered;                    // [dim][64]: keys of a tile whose blocks are not whole vectors, or for many rows
+  float* widened;                     // [64][padded]: values of a tile, for many rows
   float *key_scales, *value_scales;   // [64]: int8, of the tile at hand
   const int* positions;               // of each query
   int first_row, end_row;             // of the query vectors that the tile at hand goes by for
@@ -62,6 +63,7 @@ INLINE float kv_one(const uint8_t* p) {
 
 template <int kKv>
 INLINE f kv_load_n(const uint8_t* p, int n) {
+  if (n >= W) return kv_load<kKv>(p);
   if (n <= 0) return zero();
   if (kKv == kKvF32) return load_n(reinterpret_cast<const float*>(p), n);
   uint8_t bytes[W * 2] = {};
@@ -227,38 +229,94 @@ INLINE float shrunk(float before, float after) {
   return lane[0];
 }
 
-// Hides, caps and exponentiates a row of scores; returns what the row's sums so far are to be multiplied with.
-template <int kKv>
-INLINE float softmax_row(const Item& item, int row, int tile_start, int vectors) {
-  const AttentionJob& job = item.job;
-  const int position = item.positions[row / item.group];
-  const int high = position + 1 - tile_start;
-  const int low = job.window ? position - job.window + 1 - tile_start : 0;
-  float* scores = item.scores + row * kTile;
+// Scales, caps and hides scores of a row, of which lanes [low, high) are seen (kWhole: all); the largest of each lane.
+template <int kKv, bool kWhole>
+INLINE f seen_scores(const Item& item, float* scores, int vectors, int low, int high) {
+  const float cap = item.job.soft_cap;
   const f nothing = set1(-__builtin_inff());
   f best = nothing;
   for (int v = 0; v < vectors; ++v) {
     f score = load(scores + v * W);
     if (kKv == kKvInt8) score = mul(score, load(item.key_scales + v * W));
-    if (job.soft_cap != 0.0f) score = mul(set1(job.soft_cap), tanh(div(score, set1(job.soft_cap))));
-    score = keep(score, low - v * W, high - v * W, nothing);
-    store(scores + v * W, score);
+    if (cap != 0.0f) score = mul(set1(cap), tanh(div(score, set1(cap))));
+    if (!kWhole) score = keep(score, low - v * W, high - v * W, nothing);
+    if (!kWhole || kKv == kKvInt8 || cap != 0.0f) store(scores + v * W, score);
     best = max(score, best);
   }
-  const float before = item.state.top[row];
-  const float found = reduce_max(best), after = found > before ? found : before;
-  item.state.top[row] = after;
-  const f shift = set1(after == -__builtin_inff() ? 0.0f : after);  // nothing seen yet: e^-inf is 0 all the same
+  return best;
+}
+
+// Scores of a row become weights; their sum in each lane.
+template <int kKv, bool kWhole>
+INLINE f weights_of(const Item& item, float* scores, int vectors, int low, int high, float top) {
+  const f shift = set1(top == -__builtin_inff() ? 0.0f : top);  // nothing seen yet: e^-inf is 0 all the same
   f mass = zero();
   for (int v = 0; v < vectors; ++v) {
-    const f weight = keep(exp(sub(load(scores + v * W), shift)), low - v * W, high - v * W, zero());
+    f weight = exp(sub(load(scores + v * W), shift));
+    if (!kWhole) weight = keep(weight, low - v * W, high - v * W, zero());
     store(scores + v * W, kKv == kKvInt8 ? mul(weight, load(item.value_scales + v * W)) : weight);
     mass = add(mass, weight);
   }
-  const float shrink = shrunk(before, after);
-  float* kept = item.state.mass + row * W;
+  return mass;
+}
+
+// What a tile shows to a row: lanes [low, high).
+struct Seen {
+  int low, high;
+  bool whole;
+};
+INLINE Seen seen_by(const Item& item, int row, int tile_start) {
+  const int position = item.positions[row / item.group], window = item.job.window;
+  const int low = window ? position - window + 1 - tile_start : 0, high = position + 1 - tile_start;
+  return {low, high, low <= 0 && high >= kTile};
+}
+
+template <int kKv>
+INLINE f best_of(const Item& item, int row, const Seen& seen, int vectors) {
+  float* scores = item.scores + row * kTile;
+  return seen.whole ? seen_scores<kKv, true>(item, scores, kTile / W, 0, kTile)
+                    : seen_scores<kKv, false>(item, scores, vectors, seen.low, seen.high);
+}
+
+template <int kKv>
+INLINE void weigh(const Item& item, int row, const Seen& seen, int vectors, float shrink) {
+  float *scores = item.scores + row * kTile, *kept = item.state.mass + row * W;
+  const f mass = seen.whole ? weights_of<kKv, true>(item, scores, kTile / W, 0, kTile, item.state.top[row])
+                            : weights_of<kKv, false>(item, scores, vectors, seen.low, seen.high, item.state.top[row]);
+  item.shrink[row] = shrink;
   store(kept, fma(load(kept), set1(shrink), mass));
-  return shrink;
+}
+
+// Scores of the query vectors at hand become weights, and `shrink` what the sums so far are to be multiplied with.
+// Sixteen rows at a time share the work of finding largest scores and of e to their differences.
+template <int kKv>
+INLINE void softmax_rows(const Item& item, int tile_start, int vectors) {
+  constexpr int kTogether = 16;
+  float* top = item.state.top;
+  int row = item.first_row;
+  for (; row + kTogether <= item.end_row; row += kTogether) {
+    alignas(64) float best[kTogether * W], found[kTogether], shrink[kTogether];
+    for (int r = 0; r < kTogether; ++r)
+      store(best + r * W, best_of<kKv>(item, row + r, seen_by(item, row + r, tile_start), vectors));
+    reduce_max_rows(best, found);
+    float before[kTogether];
+    for (int r = 0; r < kTogether; ++r) {
+      before[r] = top[row + r];
+      top[row + r] = found[r] > before[r] ? found[r] : before[r];
+      shrink[r] = before[r] == top[row + r] ? 0.0f : before[r] - top[row + r];
+    }
+    for (int r = 0; r < kTogether; r += W) store(shrink + r, exp(load(shrink + r)));
+    for (int r = 0; r < kTogether; ++r) {
+      const bool first = before[r] == -__builtin_inff() && top[row + r] != before[r];
+      weigh<kKv>(item, row + r, seen_by(item, row + r, tile_start), vectors, first ? 0.0f : shrink[r]);
+    }
+  }
+  for (; row < item.end_row; ++row) {
+    const Seen seen = seen_by(item, row, tile_start);
+    const float before = top[row], found = reduce_max(best_of<kKv>(item, row, seen, vectors));
+    top[row] = found > before ? found : before;
+    weigh<kKv>(item, row, seen, vectors, shrunk(before, top[row]));
+  }
 }
 
 // Positions [begin, end) of a tile; what follows the tile ends at `last`.
@@ -268,6 +326,8 @@ INLINE void attend_tile(const Item& item, int tile_start, int begin, int end, in
   const int vectors = (end + W - 1) / W;
   const uint8_t* keys[kTile / W];
   const bool gathers = job.block_size % W != 0 || item.path;
+  // for many rows numbers become float32 once, not for each kAttnRows of them
+  const bool widens = !kOnTiles<kKv> && kKv != kKvF32 && item.end_row - item.first_row > 2 * kAttnRows;
   if (!gathers) {
     for (int v = 0; v < vectors; ++v) {
       const int seen = v * W + W <= begin ? begin : v * W;  // a vector wholly before the window: any block will do
@@ -281,8 +341,14 @@ INLINE void attend_tile(const Item& item, int tile_start, int begin, int end, in
         item.gathered[d * kTile + j] = kv_one<kKv>(at);
       }
     }
-    for (int v = 0; v < vectors; ++v) keys[v] = reinterpret_cast<const uint8_t*>(item.gathered + v * W);
   }
+  const ptrdiff_t block_stride = static_cast<ptrdiff_t>(job.block_size * kv_size<kKv>());
+  if (widens && !gathers)
+    for (int v = 0; v < vectors; ++v)
+      for (int d = 0; d < item.dim; ++d) store(item.gathered + d * kTile + v * W, kv_load<kKv>(keys[v] + d * block_stride));
+  const bool as_floats = gathers || widens;
+  if (as_floats)
+    for (int v = 0; v < vectors; ++v) keys[v] = reinterpret_cast<const uint8_t*>(item.gathered + v * W);
   if (kKv == kKvInt8)
     for (int j = 0; j < vectors * W; ++j) {  // hidden positions: those of a seen one
       const int position = tile_start + (j < begin ? begin : j < end ? j : end - 1);
@@ -291,7 +357,7 @@ INLINE void attend_tile(const Item& item, int tile_start, int begin, int end, in
     }
   // while one is at work, what comes next is brought nearer: this tile's values, then the next tile's keys
   Ahead ahead = ahead_of(item, job.values, tile_start + begin / job.block_size * job.block_size, tile_start + end);
-  const ptrdiff_t stride = gathers ? ptrdiff_t{kTile * 4} : static_cast<ptrdiff_t>(job.block_size * kv_size<kKv>());
+  const ptrdiff_t stride = as_floats ? ptrdiff_t{kTile * 4} : block_stride;
   const OnTiles tiles = tiles_at(item.tiles, item.rows, item.dim);
   if constexpr (kOnTiles<kKv>) {
     if (gathers) scores_on_tiles<kKvF32>(item, tiles, keys, stride, vectors, ahead);
@@ -299,10 +365,10 @@ INLINE void attend_tile(const Item& item, int tile_start, int begin, int end, in
   }
   for (int row = item.first_row; !kOnTiles<kKv> && row < item.end_row; row += kAttnRows) {
     const int count = item.end_row - row < kAttnRows ? item.end_row - row : kAttnRows;
-    if (gathers) scores_by<kKvF32, kAttnRows>(count, item, row, keys, stride, vectors, ahead);
+    if (as_floats) scores_by<kKvF32, kAttnRows>(count, item, row, keys, stride, vectors, ahead);
     else scores_by<kKv, kAttnRows>(count, item, row, keys, stride, vectors, ahead);
   }
-  for (int row = item.first_row; row < item.end_row; ++row) item.shrink[row] = softmax_row<kKv>(item, row, tile_start, vectors);
+  softmax_rows<kKv>(item, tile_start, vectors);
   const uint8_t* values[kTile];
   for (int j = begin; j < end;) {  // block by block: finding a place takes two divisions
     const uint8_t* at = value_row<kKv>(item, tile_start + j);
@@ -312,9 +378,18 @@ INLINE void attend_tile(const Item& item, int tile_start, int begin, int end, in
   }
   ahead = ahead_of(item, job.keys, tile_start + kTile, last);
   if constexpr (kOnTiles<kKv>) return values_on_tiles(item, tiles, values, begin, end, ahead);
-  for (int row = item.first_row; row < item.end_row; row += kAttnRows)
-    values_by<kKv, kAttnRows>(item.end_row - row < kAttnRows ? item.end_row - row : kAttnRows, item, row, values, begin,
-                              end, ahead);
+  if (widens)
+    for (int j = begin; j < end; ++j) {
+      float* to = item.widened + j * item.padded;
+      for (int d = 0; d < item.dim; d += W)
+        store(to + d, kv_load_n<kKv>(values[j] + d * kv_size<kKv>(), item.dim - d));
+      values[j] = reinterpret_cast<const uint8_t*>(to);
+    }
+  for (int row = item.first_row; row < item.end_row; row += kAttnRows) {
+    const int count = item.end_row - row < kAttnRows ? item.end_row - row : kAttnRows;
+    if (widens) values_by<kKvF32, kAttnRows>(count, item, row, values, begin, end, ahead);
+    else values_by<kKv, kAttnRows>(count, item, row, values, begin, end, ahead);
+  }
 }
 
 // A tile with tokens of a tree, for each query of the item by itself.
@@ -401,7 +476,7 @@ static size_t attention_scratch(const AttentionJob& job) {
   const int group = job.heads / job.kv_heads;
   const size_t rows = static_cast<size_t>(queries_per_item(group) * group), dim = static_cast<size_t>(job.dim);
   return tiles_floats(static_cast<int>(rows), job.dim) + 2 * state_floats(rows, job.dim) + rows * (dim + 1) +
-         scored_rows(rows) * kTile + dim * kTile + 2 * kTile + 64;
+         scored_rows(rows) * kTile + (dim + static_cast<size_t>(padded_dim(job.dim))) * kTile + 2 * kTile + 64;
 }
 
 template <int kKv>
@@ -410,10 +485,11 @@ static void attend(const AttentionJob& job, const AttentionItem& work, float* sc
   const size_t num_rows = static_cast<size_t>(rows), dim = static_cast<size_t>(job.dim);
   Item item{job, rows, group, 0, job.tables + work.span * job.table_stride, work.kv_head, job.dim,
             padded_dim(job.dim), kv_page_bytes(kKv, job.dim, job.block_size), nullptr, nullptr,
-            State{}, nullptr, nullptr, nullptr, nullptr, nullptr, 0, rows, 0, nullptr, scratch};
+            State{}, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, 0, rows, 0, nullptr, scratch};
   item.scores = scratch + tiles_floats(rows, job.dim);
   item.gathered = item.scores + scored_rows(num_rows) * kTile;
-  item.key_scales = item.gathered + dim * kTile;
+  item.widened = item.gathered + dim * kTile;
+  item.key_scales = item.widened + padded_dim(job.dim) * kTile;
   item.value_scales = item.key_scales + kTile;
   item.q = item.value_scales + kTile;
   item.shrink = item.q + num_rows * dim;
