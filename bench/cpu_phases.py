@@ -3,8 +3,9 @@
     python bench/cpu_phases.py [--model smollm2-135m] [--paths avx512 amx] [--threads 2] [--json FILE]
 
 Two steps, for each code path in turns and in a process of its own: 32 requests that decode behind prompts of 128
-tokens, and a prefill of 1,024 tokens. Steps are run call by call, which a small step is not otherwise (it is replayed as one
-call): `replayed` is such a step's time as ever. The least of `--runs` runs counts: what else a machine does only adds.
+tokens, and a prefill of 1,024 tokens. Steps are run call by call, which a small step is not otherwise (it is replayed
+as one call): `replayed` is such a step's time as ever. The least of `--runs` runs counts: what else a machine does only
+adds.
 `--model dummy`: random weights of SmolLM2-135M's shape, 4 bits a weight and an 8-bit head.
 """
 
@@ -17,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ class Phases:
                 model, options["quantize"] = write_shape("smollm2-135m", Path(folder)), "q4"
             self.llm = LLM(model, max_model_len=2048, **options)
         self.vocab_size = self.llm.engine.spec.vocab_size
-        self.spent: Counter[str] = Counter()
+        self.spent: dict[str, float] = {}
         self._functions = library().functions
         self._real = dict(self._functions)
 
@@ -56,7 +56,7 @@ class Phases:
             kind = name
             if name == "linear":  # arguments 2 and 8: inputs, and outputs where rows lie one behind the other
                 kind = "head" if arguments[8] == self.vocab_size else f"linear {arguments[2]} -> {arguments[8]}"
-            self.spent[kind] += time.perf_counter() - started
+            self.spent[kind] = self.spent.get(kind, 0.0) + time.perf_counter() - started
             return result
 
         return call
@@ -82,24 +82,24 @@ class Phases:
         started = time.perf_counter()
         for _ in range(STEPS):
             engine.step()
-        seconds, spent = (time.perf_counter() - started) / STEPS, Counter(self.spent)
+        seconds, spent = (time.perf_counter() - started) / STEPS, dict(self.spent)
         while not all(output.finished for output in outputs):
             engine.step()
         self._time_calls(False)
-        self.spent = Counter({kind: total / STEPS for kind, total in spent.items()})
+        self.spent = {kind: total / STEPS for kind, total in spent.items()}
         return seconds
 
     def _prefill(self) -> float:
         self._time_calls(True)
         seconds = run_batch(self.llm, random_prompts(self.vocab_size, 1, PREFILL), 1).first_token
-        spent = Counter(self.spent)
+        spent = dict(self.spent)
         self._time_calls(False)
         self.spent = spent
         return seconds
 
     def _table(self, seconds: float) -> dict[str, float]:
         native = sum(self.spent.values())
-        parts = {**self.spent, "python, numpy, sampler": seconds - native, "in all": seconds}
+        parts: dict[str, float] = {**self.spent, "python, numpy, sampler": seconds - native, "in all": seconds}
         return {kind: round(value * 1e3, 3) for kind, value in parts.items()}
 
     def decode(self) -> dict[str, float]:
@@ -153,10 +153,11 @@ def main() -> None:
                     kept[path] = table
     for step, tables in best.items():
         print(f"{step}, ms: {', '.join(tables)}")
-        most = Counter({kind: 0.0 for table in tables.values() for kind in table})
+        most: dict[str, float] = {}
         for table in tables.values():
-            most |= Counter(table)
-        for kind, _ in most.most_common():
+            for kind, value in table.items():
+                most[kind] = max(most.get(kind, 0.0), value)
+        for kind in sorted(most, key=lambda kind: -most[kind]):
             print(f"  {kind:28s}" + "".join(f"{table.get(kind, 0.0):10.2f}" for table in tables.values()))
     if arguments.json:
         write_results(arguments.json, "phases", [], more={"milliseconds": best})
