@@ -3,8 +3,8 @@
     python bench/cpu_phases.py [--model smollm2-135m] [--paths avx512 amx] [--threads 2] [--json FILE]
 
 Two steps, for each code path in turns and in a process of its own: 32 requests that decode behind prompts of 128
-tokens, and a prefill of 1,024 tokens. Steps are run call by call, which a small step is not otherwise (it is replayed
-as one call): `replayed` is such a step's time as ever. The least of `--runs` runs counts: what else a machine does only
+tokens, and a prefill of 1,024 tokens. Steps are run call by call, which they are not otherwise (they are replayed as
+one call): `replayed` is such a step's time as ever. The least of `--runs` runs counts: what else a machine does only
 adds.
 `--model dummy`: random weights of SmolLM2-135M's shape, 4 bits a weight and an 8-bit head.
 """
@@ -64,7 +64,7 @@ class Phases:
     def _time_calls(self, wanted: bool) -> None:
         for name in self._real:
             self._functions[name] = self._timed(name) if wanted else self._real[name]
-        recorded.MAX_TOKENS = 0 if wanted else 64
+        recorded.MAX_TOKENS = 0 if wanted else 256
         self.spent.clear()
 
     def _decode(self, timed: bool) -> float:
@@ -89,8 +89,8 @@ class Phases:
         self.spent = {kind: total / STEPS for kind, total in spent.items()}
         return seconds
 
-    def _prefill(self) -> float:
-        self._time_calls(True)
+    def _prefill(self, timed: bool) -> float:
+        self._time_calls(timed)
         seconds = run_batch(self.llm, random_prompts(self.vocab_size, 1, PREFILL), 1).first_token
         spent = dict(self.spent)
         self._time_calls(False)
@@ -109,7 +109,8 @@ class Phases:
 
     def prefill(self) -> dict[str, float]:
         """Milliseconds of a prefill by kind."""
-        return self._table(self._prefill())
+        replayed = self._prefill(False)
+        return {**self._table(self._prefill(True)), "replayed": round(replayed * 1e3, 3)}
 
 
 def measure(model: str, threads: int, runs: int) -> dict[str, Any]:
