@@ -207,9 +207,9 @@ struct AttentionWork {
       if (cut && length <= most && chunks > 1) {
         const size_t step = kernels->attention_partial(job, length);
         for (int head = 0; head < job.kv_heads; ++head) {
-          merges.push_back({span, head, 0, length, chunks, nullptr});
+          merges.push_back({span, head, 0, length, chunks, nullptr, nullptr});
           for (int chunk = first; chunk < first + chunks; ++chunk, floats += step) {
-            items.push_back({span, head, 0, length, chunk, nullptr});
+            items.push_back({span, head, 0, length, chunk, nullptr, nullptr});
             places.push_back(items.size() - 1);
             places.push_back(floats);
           }
@@ -219,12 +219,13 @@ struct AttentionWork {
       // later queries have more to do: they come first, so that what is left at the end is small
       for (int query = (length - 1) / most * most; query >= 0; query -= most)
         for (int head = 0; head < job.kv_heads; ++head)
-          items.push_back({span, head, query, length - query < most ? length - query : most, 0, nullptr});
+          items.push_back({span, head, query, length - query < most ? length - query : most, 0, nullptr, nullptr});
     }
     int64_t busy = 0;
     for (int span = 0; span < spans; ++span) busy += job.query_start[span + 1] > job.query_start[span];
     all_write = static_cast<int64_t>(items.size()) == busy * job.kv_heads;
     if (partials.size() < floats) partials.resize(floats);
+    for (size_t i = 0; i + 1 < items.size(); ++i) items[i].next = &items[i + 1];
     for (size_t p = 0; p < places.size(); p += 2) items[places[p]].partial = partials.data() + places[p + 1];
     size_t place = 0;
     for (AttentionItem& merge : merges) {

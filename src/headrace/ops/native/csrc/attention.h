@@ -18,6 +18,7 @@ struct State {
 
 struct Item {
   const AttentionJob& job;
+  const AttentionItem& work;
   int rows, group;           // query vectors; heads per key/value head
   int first_position;        // of the first query
   const int32_t* table;      // the span's blocks
@@ -71,9 +72,13 @@ INLINE f kv_load_n(const uint8_t* p, int n) {
   return kv_load<kKv>(bytes);
 }
 
+INLINE const uint8_t* page_of(const AttentionJob& job, const int32_t* table, int kv_head, size_t page_bytes,
+                              const uint8_t* pages, int position) {
+  const size_t block = static_cast<size_t>(table[position / job.block_size]);
+  return pages + block * static_cast<size_t>(job.block_bytes) + static_cast<size_t>(kv_head) * page_bytes;
+}
 INLINE const uint8_t* page(const Item& item, const uint8_t* pages, int position) {
-  const size_t block = static_cast<size_t>(item.table[position / item.job.block_size]);
-  return pages + block * static_cast<size_t>(item.job.block_bytes) + static_cast<size_t>(item.kv_head) * item.page_bytes;
+  return page_of(item.job, item.table, item.kv_head, item.page_bytes, pages, position);
 }
 
 template <int kKv>
@@ -108,15 +113,28 @@ struct Ahead {
   }
 };
 
-INLINE Ahead ahead_of(const Item& item, const uint8_t* pages, int start, int end) {
+// Positions [start, end) of a tile.
+INLINE Ahead ahead_of(const Item& item, const int32_t* table, int kv_head, const uint8_t* pages, int start, int end) {
   Ahead ahead;
   const int size = item.job.block_size;
   if (kTile % size == 0 && kTile / size <= Ahead::kMostPages && start < end) {
     for (int position = start; position < end && position < start + kTile; position += size)
-      ahead.pages[ahead.count++] = page(item, pages, position);
+      ahead.pages[ahead.count++] = page_of(item.job, table, kv_head, item.page_bytes, pages, position);
     ahead.lines = static_cast<int>(item.page_bytes / 64);
   }
   return ahead;
+}
+
+// Keys of the tile behind the one at `tile_start`; behind the item's last one, those with which the next item begins.
+INLINE Ahead keys_ahead(const Item& item, int tile_start, int last) {
+  const AttentionJob& job = item.job;
+  const AttentionItem* next = item.work.next;
+  int start = tile_start + kTile;
+  if (start < last || !next) return ahead_of(item, item.table, item.kv_head, job.keys, start, last);
+  const int position = job.positions[job.query_start[next->span]] + next->first;
+  start = next->partial ? next->chunk * kChunk : job.window && position >= job.window ? position - job.window + 1 : 0;
+  const int32_t* table = job.tables + next->span * job.table_stride;
+  return ahead_of(item, table, next->kv_head, job.keys, start / kTile * kTile, position + 1);
 }
 
 // scores of kRows query vectors with kVectors vectors of positions; keys[v] + d * stride are W positions' dimension d.
@@ -220,104 +238,7 @@ INLINE void values_by(int rows, Args&&... args) {
   else if constexpr (kRows > 1) values_by<kKv, kRows - 1>(rows, args...);
 }
 
-// What sums under a largest score `before` are multiplied with when it becomes `after`; exactly 1 where they are equal.
-INLINE float shrunk(float before, float after) {
-  if (before == after) return 1.0f;
-  if (before == -__builtin_inff()) return 0.0f;
-  float lane[W];
-  store(lane, exp(set1(before - after)));
-  return lane[0];
-}
-
-// Scales, caps and hides scores of a row, of which lanes [low, high) are seen (kWhole: all); the largest of each lane.
-template <int kKv, bool kWhole>
-INLINE f seen_scores(const Item& item, float* scores, int vectors, int low, int high) {
-  const float cap = item.job.soft_cap;
-  const f nothing = set1(-__builtin_inff());
-  f best = nothing;
-  for (int v = 0; v < vectors; ++v) {
-    f score = load(scores + v * W);
-    if (kKv == kKvInt8) score = mul(score, load(item.key_scales + v * W));
-    if (cap != 0.0f) score = mul(set1(cap), tanh(div(score, set1(cap))));
-    if (!kWhole) score = keep(score, low - v * W, high - v * W, nothing);
-    if (!kWhole || kKv == kKvInt8 || cap != 0.0f) store(scores + v * W, score);
-    best = max(score, best);
-  }
-  return best;
-}
-
-// Scores of a row become weights; their sum in each lane.
-template <int kKv, bool kWhole>
-INLINE f weights_of(const Item& item, float* scores, int vectors, int low, int high, float top) {
-  const f shift = set1(top == -__builtin_inff() ? 0.0f : top);  // nothing seen yet: e^-inf is 0 all the same
-  f mass = zero();
-  for (int v = 0; v < vectors; ++v) {
-    f weight = exp(sub(load(scores + v * W), shift));
-    if (!kWhole) weight = keep(weight, low - v * W, high - v * W, zero());
-    store(scores + v * W, kKv == kKvInt8 ? mul(weight, load(item.value_scales + v * W)) : weight);
-    mass = add(mass, weight);
-  }
-  return mass;
-}
-
-// What a tile shows to a row: lanes [low, high).
-struct Seen {
-  int low, high;
-  bool whole;
-};
-INLINE Seen seen_by(const Item& item, int row, int tile_start) {
-  const int position = item.positions[row / item.group], window = item.job.window;
-  const int low = window ? position - window + 1 - tile_start : 0, high = position + 1 - tile_start;
-  return {low, high, low <= 0 && high >= kTile};
-}
-
-template <int kKv>
-INLINE f best_of(const Item& item, int row, const Seen& seen, int vectors) {
-  float* scores = item.scores + row * kTile;
-  return seen.whole ? seen_scores<kKv, true>(item, scores, kTile / W, 0, kTile)
-                    : seen_scores<kKv, false>(item, scores, vectors, seen.low, seen.high);
-}
-
-template <int kKv>
-INLINE void weigh(const Item& item, int row, const Seen& seen, int vectors, float shrink) {
-  float *scores = item.scores + row * kTile, *kept = item.state.mass + row * W;
-  const f mass = seen.whole ? weights_of<kKv, true>(item, scores, kTile / W, 0, kTile, item.state.top[row])
-                            : weights_of<kKv, false>(item, scores, vectors, seen.low, seen.high, item.state.top[row]);
-  item.shrink[row] = shrink;
-  store(kept, fma(load(kept), set1(shrink), mass));
-}
-
-// Scores of the query vectors at hand become weights, and `shrink` what the sums so far are to be multiplied with.
-// Sixteen rows at a time share the work of finding largest scores and of e to their differences.
-template <int kKv>
-INLINE void softmax_rows(const Item& item, int tile_start, int vectors) {
-  constexpr int kTogether = 16;
-  float* top = item.state.top;
-  int row = item.first_row;
-  for (; row + kTogether <= item.end_row; row += kTogether) {
-    alignas(64) float best[kTogether * W], found[kTogether], shrink[kTogether];
-    for (int r = 0; r < kTogether; ++r)
-      store(best + r * W, best_of<kKv>(item, row + r, seen_by(item, row + r, tile_start), vectors));
-    reduce_max_rows(best, found);
-    float before[kTogether];
-    for (int r = 0; r < kTogether; ++r) {
-      before[r] = top[row + r];
-      top[row + r] = found[r] > before[r] ? found[r] : before[r];
-      shrink[r] = before[r] == top[row + r] ? 0.0f : before[r] - top[row + r];
-    }
-    for (int r = 0; r < kTogether; r += W) store(shrink + r, exp(load(shrink + r)));
-    for (int r = 0; r < kTogether; ++r) {
-      const bool first = before[r] == -__builtin_inff() && top[row + r] != before[r];
-      weigh<kKv>(item, row + r, seen_by(item, row + r, tile_start), vectors, first ? 0.0f : shrink[r]);
-    }
-  }
-  for (; row < item.end_row; ++row) {
-    const Seen seen = seen_by(item, row, tile_start);
-    const float before = top[row], found = reduce_max(best_of<kKv>(item, row, seen, vectors));
-    top[row] = found > before ? found : before;
-    weigh<kKv>(item, row, seen, vectors, shrunk(before, top[row]));
-  }
-}
+#include "attention_softmax.h"
 
 // Positions [begin, end) of a tile; what follows the tile ends at `last`.
 template <int kKv>
@@ -356,7 +277,8 @@ INLINE void attend_tile(const Item& item, int tile_start, int begin, int end, in
       item.value_scales[j] = scale_of(item, job.values, position);
     }
   // while one is at work, what comes next is brought nearer: this tile's values, then the next tile's keys
-  Ahead ahead = ahead_of(item, job.values, tile_start + begin / job.block_size * job.block_size, tile_start + end);
+  Ahead ahead = ahead_of(item, item.table, item.kv_head, job.values,
+                         tile_start + begin / job.block_size * job.block_size, tile_start + end);
   const ptrdiff_t stride = as_floats ? ptrdiff_t{kTile * 4} : block_stride;
   const OnTiles tiles = tiles_at(item.tiles, item.rows, item.dim);
   if constexpr (kOnTiles<kKv>) {
@@ -376,7 +298,7 @@ INLINE void attend_tile(const Item& item, int tile_start, int begin, int end, in
     const int stop = j + left < end ? j + left : end;
     for (; j < stop; ++j, at += item.dim * kv_size<kKv>()) values[j] = at;
   }
-  ahead = ahead_of(item, job.keys, tile_start + kTile, last);
+  ahead = keys_ahead(item, tile_start, last);
   if constexpr (kOnTiles<kKv>) return values_on_tiles(item, tiles, values, begin, end, ahead);
   if (widens)
     for (int j = begin; j < end; ++j) {
@@ -483,7 +405,7 @@ template <int kKv>
 static void attend(const AttentionJob& job, const AttentionItem& work, float* scratch) {
   const int group = job.heads / job.kv_heads, rows = work.count * group;
   const size_t num_rows = static_cast<size_t>(rows), dim = static_cast<size_t>(job.dim);
-  Item item{job, rows, group, 0, job.tables + work.span * job.table_stride, work.kv_head, job.dim,
+  Item item{job, work, rows, group, 0, job.tables + work.span * job.table_stride, work.kv_head, job.dim,
             padded_dim(job.dim), kv_page_bytes(kKv, job.dim, job.block_size), nullptr, nullptr,
             State{}, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, 0, rows, 0, nullptr, scratch};
   item.scores = scratch + tiles_floats(rows, job.dim);
