@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
+from headrace.env import NATIVE_LIBRARY
 from headrace.ops.native.recording import current
 
 ABI = 11
-# HEADRACE_NATIVE_LIBRARY names another build of it, such as one with sanitizers
-LIBRARY = Path(os.environ.get("HEADRACE_NATIVE_LIBRARY") or Path(__file__).with_name("libheadrace.so"))
+LIBRARY = NATIVE_LIBRARY
 PATHS = ("amx", "avx512", "avx2", "portable")  # best first; amx only where HEADRACE_NATIVE_PATH asks for it
 EMULATED = "amx-emulated"  # for tests: the amx path on processors that have AVX-512 only; never chosen by itself
 REMEDY = "install a C++17 compiler (such as g++) and install Headrace again; HEADRACE_NATIVE=0 silences this"
