@@ -16,7 +16,7 @@ LAYERS = {
     "env": set(),
     "sampling.params": {"config"},
     "core": {"sampling.params", "env"},
-    "ops": set(),
+    "ops": {"env"},
     "device": set(),
     "models.spec": set(),
     "layers": {"ops", "models.spec", "attention.base", "quant"},
@@ -56,7 +56,7 @@ LAYERS = {
     "bench": {"frontend", "sampling.params", "device", "ledger", "loading"},
     "doctor": {"attention", "device", "frontend", "ledger", "loading", "ops", "sampling.params"},
     "cli": {
-        "bench", "doctor", "server", "train", "config", "frontend", "ledger", "loading", "models.registry",
+        "env", "bench", "doctor", "server", "train", "config", "frontend", "ledger", "loading", "models.registry",
         "sampling.params", "core",
     },
 }  # fmt: skip

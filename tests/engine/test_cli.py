@@ -180,7 +180,7 @@ def test_failures_outside_the_commands_are_one_line(capsys, monkeypatch):
         (BrokenPipeError(), 141, ""),
     ):
 
-        def fail(error=error):
+        def fail(command, error=error):
             raise error
 
         monkeypatch.setattr(module, "_parser", fail)

@@ -3,29 +3,54 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
 from headrace import __version__
+from headrace.env import native_kernels
 
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141  # what a shell shows of a program that SIGPIPE ended
 
 
-def _parser() -> argparse.ArgumentParser:
-    from headrace.cli import batch, bench, chat, doctor, explain, models, profile, run, serve, train_heads
+COMMANDS = (
+    "run",
+    "chat",
+    "serve",
+    "batch",
+    "explain",
+    "models",
+    "doctor",
+    "bench",
+    "profile",
+    "train_heads",
+)  # modules
+ANSWERING = COMMANDS[:4]  # those that load a model and answer
 
+
+def _parser(command: str = "") -> argparse.ArgumentParser:
+    """`command`: what was asked for, if that is known; other commands' options, which take time, are then left out."""
     parser = argparse.ArgumentParser(
         prog="headrace", description="Serve language models, and know what bounds every step."
     )
     parser.add_argument("--version", action="version", version=f"headrace {__version__}")
     parser.set_defaults(prints=True)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in (run, chat, serve, batch, explain, models, doctor, bench, profile, train_heads):
-        module.add_commands(commands)
+    for name in (command,) if command in COMMANDS else COMMANDS:
+        import_module(f"headrace.cli.{name}").add_commands(commands)
     return parser
+
+
+def _start_quickly(command: str) -> None:
+    """What of a start can be saved before anything large is imported."""
+    gc.set_threshold(20_000)  # imports make tens of thousands of objects that stay
+    if command in ANSWERING and native_kernels():
+        # numpy's linear algebra would start a thread for each processor: half of numpy's import, for nothing
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,7 +60,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = argparse.Namespace()
     try:
         try:
-            arguments = _parser().parse_args(argv)
+            words = sys.argv[1:] if argv is None else argv
+            command = words[0] if words else ""
+            _start_quickly(command)
+            arguments = _parser(command).parse_args(argv)
             if sys.stdout is None and arguments.prints:
                 raise ValueError("standard output is closed")
             return int(arguments.command(arguments) or 0)

@@ -6,6 +6,7 @@ wants a beginning-of-sequence token prints it.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -55,6 +56,12 @@ class ChatTemplate:
     def sources(self) -> str:
         """All that this model's templates say, "" if it has none."""
         return "\n".join(source for source in (self.source, self._tool_source) if source is not None)
+
+    def prepared(self) -> ChatTemplate:
+        """Itself, compiled now, so that the first conversation need not wait; that one is told what is wrong."""
+        with contextlib.suppress(ChatTemplateError):
+            self._template(False)
+        return self
 
     def render(
         self,

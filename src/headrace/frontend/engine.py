@@ -70,14 +70,14 @@ class Engine:
         self.checkpoint = open_checkpoint(resolve_model(args.model))
         self.spec = self.checkpoint.spec
         self._draft = open_draft(args.draft_model, args.speculate, self.checkpoint)
-        # the tokenizer is made in Python and weights are packed outside it: both at once
+        # the tokenizer and the chat template are made in Python and weights are packed outside it: both at once
         with ThreadPoolExecutor(1) as beside:
             tokenizer = beside.submit(self.checkpoint.tokenizer)
+            template = beside.submit(lambda: ChatTemplate.of(tokenizer.result()).prepared())
             self._load(args, lambda: tokenizer.result().to_json())
-            self.tokenizer = tokenizer.result()
+            self.tokenizer, self.chat_template = tokenizer.result(), template.result()
         if isinstance(self._draft, LoadedCheckpoint):
             check_same_tokens(self.tokenizer, self._draft)
-        self.chat_template = ChatTemplate.of(self.tokenizer)
         self._input = InputProcessor(
             self.tokenizer, self.spec, self.config.max_model_len, self.grammars, self.config.proposers
         )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from headrace.layers.weights import WeightSource
-from headrace.ops.native.packed import FLOATS, Arena, PackedMatrix, StoredTensor, pack, packed_linear
+from headrace.ops.native.packed import FLOATS, Arena, PackedMatrix, StoredTensor, pack, packed_gated, packed_linear
+from headrace.ops.registry import Op
 from headrace.ops.xp import Array
 from headrace.quant.base import LinearMethod
 from headrace.quant.online import quantized
@@ -66,6 +67,9 @@ class PackedLinear:
 
     def apply(self, weights: PackedMatrix, x: Array, bias: Array | None, out: Array | None = None) -> Array:
         return packed_linear(x, weights, bias, out=out)
+
+    def apply_gated(self, weights: PackedMatrix, x: Array, bias: Array | None, activation: Op) -> Array:
+        return packed_gated(x, weights, activation, bias)
 
     def rows(self, weights: PackedMatrix, ids: Array) -> Array:
         return weights.rows(ids)

@@ -1,4 +1,4 @@
-"""RecordedLauncher: small steps as one native call each, from the third step of a shape on."""
+"""RecordedLauncher: steps of up to a chunk of a prompt as one native call each, from the third step of a shape on."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from headrace.ops.native.recording import Recording, record
 from headrace.worker.batch import StepBatch
 from headrace.worker.launcher import EagerLauncher, Forward
 
-MAX_TOKENS = 64  # larger steps have so much arithmetic that calls from Python cost them nothing
+MAX_TOKENS = 256  # a whole chunk of a prompt: calls from Python cost it some hundredths of its time, more on AMX
 MAX_PROGRAMS = 16  # shapes kept; the one that was not used for longest goes
+MAX_KEPT_TOKENS = 1024  # tokens of all shapes kept, which bounds the memory of their buffers
 EAGER_STEPS = 2  # of a shape, before it is worth recording
 
 
@@ -74,6 +75,6 @@ class RecordedLauncher:
             self._refused = True
             return hidden
         self._programs[key] = Program(recording, token_ids, positions, fixed, hidden)
-        while len(self._programs) > MAX_PROGRAMS:
+        while len(self._programs) > MAX_PROGRAMS or sum(tokens for tokens, *_ in self._programs) > MAX_KEPT_TOKENS:
             del self._programs[next(iter(self._programs))]
         return hidden

@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
+from headrace.env import NATIVE_LIBRARY
 from headrace.ops.native.recording import current
 
-ABI = 10
-# HEADRACE_NATIVE_LIBRARY names another build of it, such as one with sanitizers
-LIBRARY = Path(os.environ.get("HEADRACE_NATIVE_LIBRARY") or Path(__file__).with_name("libheadrace.so"))
+ABI = 11
+LIBRARY = NATIVE_LIBRARY
 PATHS = ("amx", "avx512", "avx2", "portable")  # best first; amx only where HEADRACE_NATIVE_PATH asks for it
 EMULATED = "amx-emulated"  # for tests: the amx path on processors that have AVX-512 only; never chosen by itself
 REMEDY = "install a C++17 compiler (such as g++) and install Headrace again; HEADRACE_NATIVE=0 silences this"
@@ -33,7 +33,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "panel_bytes": (ctypes.c_size_t, [_INT, _INT]),
     "pack": (_INT, [_INT, _POINTER, ctypes.c_size_t, _POINTER, _INT, _INT, _POINTER]),
     "unpack_rows": (None, [_INT, _POINTER, _INT, _POINTER, _INT, _POINTER, _SIZE]),
-    "linear": (None, [_POINTER, _INT, _INT, _POINTER, _SIZE, _INT, _POINTER, _POINTER, _SIZE, _INT]),
+    "linear": (None, [_POINTER, _INT, _INT, _POINTER, _SIZE, _INT, _POINTER, _POINTER, _SIZE, _INT, _INT]),
     "product": (_INT, [_INT, _INT, _INT]),
     "join_strings": (ctypes.c_int64, [_POINTER, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, _POINTER]),
     "gather_rows": (None, [_POINTER, _SIZE, _POINTER, _INT, _POINTER, _INT]),

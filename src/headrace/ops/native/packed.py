@@ -16,7 +16,7 @@ from headrace.ops.host_memory import untouched
 from headrace.ops.linear import linear
 from headrace.ops.native.library import address, library
 from headrace.ops.native.recording import empty, keep, unrecordable
-from headrace.ops.registry import op
+from headrace.ops.registry import Op, op
 from headrace.ops.xp import Array
 
 PANEL = 32
@@ -24,6 +24,7 @@ FORMATS = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K",
 FLOATS = FORMATS[:3]
 MODES = ("exact", "default", "fast", "int8")  # Mode of csrc/api.cpp
 PRODUCTS = ("float32", "int16", "bfloat16", "int8")  # Product of csrc/api.cpp
+GATES = ("silu_mul", "gelu_tanh_mul", "gelu_mul", "swiglu_clamped_mul")  # kinds of `gated` in csrc/pointwise.h
 _ARENA_CHUNK = 1 << 28  # address space, not memory: pages are taken when they are written
 
 
@@ -92,6 +93,8 @@ class PackedMatrix:
         ]
         self._structs = (_SegmentStruct * len(structs))(*structs)
         self.segments_at = ctypes.addressof(self._structs)
+        sizes = [*(segment.outputs for segment in segments), self.shape[0] // 2]
+        self.pairs = self.shape[0] % 2 == 0 and all(size % PANEL == 0 for size in sizes)  # both halves are whole panels
 
     @property
     def size(self) -> int:
@@ -197,12 +200,31 @@ def packed_linear(x: Array, weight: PackedMatrix, bias: Array | None = None, out
     return linear(x, weight.dequantize(), bias, out=out)
 
 
+@op
+def packed_gated(x: Array, weight: PackedMatrix, activation: Op, bias: Array | None = None) -> Array:
+    """activation of packed_linear(x, weight, bias), whose outputs are gate and up: float32 [T, N / 2]."""
+    return activation(packed_linear(x, weight, bias))
+
+
 @packed_linear.variant("native")
 def _native_linear(
     x: np.ndarray, weight: PackedMatrix, bias: np.ndarray | None = None, out: np.ndarray | None = None
 ) -> np.ndarray:
+    return _product(x, weight, bias, out, weight.shape[0], -1)
+
+
+@packed_gated.variant("native")
+def _native_gated(x: np.ndarray, weight: PackedMatrix, activation: Op, bias: np.ndarray | None = None) -> np.ndarray:
+    if activation.bound != "native" or activation.name not in GATES or not weight.pairs:
+        return activation(packed_linear(x, weight, bias))
+    return _product(x, weight, bias, None, weight.shape[0] // 2, GATES.index(activation.name))
+
+
+def _product(
+    x: np.ndarray, weight: PackedMatrix, bias: np.ndarray | None, out: np.ndarray | None, out_size: int, gate: int
+) -> np.ndarray:
+    """`gate`: place of an activation in GATES, or -1."""
     num_tokens, in_size = x.shape
-    out_size = weight.shape[0]
     if in_size != weight.shape[1]:
         raise ValueError(f"{in_size} inputs for a weight {list(weight.shape)}")
     if x.dtype != np.float32 or x.strides[1] != 4:
@@ -223,5 +245,6 @@ def _native_linear(
         address(out),
         out.strides[0] >> 2,
         weight.mode,
+        gate,
     )
     return out

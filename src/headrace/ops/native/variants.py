@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 
 from headrace import ops
-from headrace.ops.native import packed  # noqa: F401  (registers packed_linear)
 from headrace.ops.native.library import address, library
+from headrace.ops.native.packed import GATES
 from headrace.ops.native.recording import current, empty, keep, unrecordable
 from headrace.ops.registry import Op, bind
 
-_SILU, _GELU_TANH, _GELU, _SWIGLU_CLAMPED = range(4)
 _SCALE, _SOFT_CAP, _ADD = range(3)
 
 
@@ -127,34 +126,35 @@ def _rope(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, out: np.ndarray | Non
     return out
 
 
-def _gated(kind: int, op: Op, x: np.ndarray, out: np.ndarray | None) -> np.ndarray:
+def _gated(op: Op, x: np.ndarray, out: np.ndarray | None) -> np.ndarray:
     if not _plain(x) or x.ndim != 2 or (out is not None and not _plain(out)):
         return _reference(op)(x, out=out)
     tokens, half = x.shape[0], x.shape[1] // 2
     if out is None:
         out = empty((tokens, half))
+    kind = GATES.index(op.name)
     library().gated(kind, address(x), x.strides[0] >> 2, address(out), out.strides[0] >> 2, tokens, half)
     return out
 
 
 @ops.silu_mul.variant("native")
 def _silu_mul(x: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-    return _gated(_SILU, ops.silu_mul, x, out)
+    return _gated(ops.silu_mul, x, out)
 
 
 @ops.gelu_tanh_mul.variant("native")
 def _gelu_tanh_mul(x: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-    return _gated(_GELU_TANH, ops.gelu_tanh_mul, x, out)
+    return _gated(ops.gelu_tanh_mul, x, out)
 
 
 @ops.gelu_mul.variant("native")
 def _gelu_mul(x: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-    return _gated(_GELU, ops.gelu_mul, x, out)
+    return _gated(ops.gelu_mul, x, out)
 
 
 @ops.swiglu_clamped_mul.variant("native")
 def _swiglu_clamped_mul(x: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-    return _gated(_SWIGLU_CLAMPED, ops.swiglu_clamped_mul, x, out)
+    return _gated(ops.swiglu_clamped_mul, x, out)
 
 
 def _elementwise(kind: int, x: np.ndarray, y: np.ndarray | None, value: float, out: np.ndarray | None) -> np.ndarray:

@@ -207,9 +207,9 @@ struct AttentionWork {
       if (cut && length <= most && chunks > 1) {
         const size_t step = kernels->attention_partial(job, length);
         for (int head = 0; head < job.kv_heads; ++head) {
-          merges.push_back({span, head, 0, length, chunks, nullptr});
+          merges.push_back({span, head, 0, length, chunks, nullptr, nullptr});
           for (int chunk = first; chunk < first + chunks; ++chunk, floats += step) {
-            items.push_back({span, head, 0, length, chunk, nullptr});
+            items.push_back({span, head, 0, length, chunk, nullptr, nullptr});
             places.push_back(items.size() - 1);
             places.push_back(floats);
           }
@@ -219,12 +219,13 @@ struct AttentionWork {
       // later queries have more to do: they come first, so that what is left at the end is small
       for (int query = (length - 1) / most * most; query >= 0; query -= most)
         for (int head = 0; head < job.kv_heads; ++head)
-          items.push_back({span, head, query, length - query < most ? length - query : most, 0, nullptr});
+          items.push_back({span, head, query, length - query < most ? length - query : most, 0, nullptr, nullptr});
     }
     int64_t busy = 0;
     for (int span = 0; span < spans; ++span) busy += job.query_start[span + 1] > job.query_start[span];
     all_write = static_cast<int64_t>(items.size()) == busy * job.kv_heads;
     if (partials.size() < floats) partials.resize(floats);
+    for (size_t i = 0; i + 1 < items.size(); ++i) items[i].next = &items[i + 1];
     for (size_t p = 0; p < places.size(); p += 2) items[places[p]].partial = partials.data() + places[p + 1];
     size_t place = 0;
     for (AttentionItem& merge : merges) {
@@ -237,7 +238,7 @@ struct AttentionWork {
 // A call of headrace_linear. Tokens may go in several runs; how they are multiplied depends on how many there are in all.
 struct LinearCall {
   const Segment* segments;
-  int num_segments, k, mode, all_tokens;
+  int num_segments, k, mode, all_tokens, gate;
   const float* bias;
 
   Product product(int s) const { return product_of(mode, segments[s].format, all_tokens); }
@@ -245,6 +246,24 @@ struct LinearCall {
     for (int s = 0; s < num_segments; ++s)
       if (product(s) == wanted) return true;
     return false;
+  }
+
+  // Panel `index` of all segments' times the job's tokens, to `to`, where the panel's own outputs begin.
+  void multiply(PanelJob& job, int64_t index, float* to) const {
+    int s = 0, column = 0;
+    for (; index >= panels_of(segments[s]); ++s) index -= panels_of(segments[s]), column += segments[s].outputs;
+    const Segment& segment = segments[s];
+    const int output = static_cast<int>(index) * kPanel;
+    job.format = segment.format;
+    job.weights = segment.data + static_cast<size_t>(index) * panel_bytes(segment.format, k);
+    job.valid = segment.outputs - output < kPanel ? segment.outputs - output : kPanel;
+    job.bias = bias ? bias + column + output : nullptr;
+    job.out = gate < 0 ? to + column + output : to;
+    const Product how = product(s);
+    (how == kBf16    ? kernels->bf16_panel
+     : how == kInt16 ? kernels->linear16_panel
+     : how == kInt8  ? kernels->int8_panel
+                     : kernels->linear_panel)(job);
   }
 
   void run(const float* x, ptrdiff_t x_stride, int tokens, float* out, ptrdiff_t out_stride) const {
@@ -255,7 +274,11 @@ struct LinearCall {
     const uint16_t* tiles = any(kBf16) ? bf16_tiles(x, x_stride, tokens, k) : nullptr;
     size_t scratch = kernels->linear_scratch();
     if (tiles && kernels->bf16_scratch() > scratch) scratch = kernels->bf16_scratch();
-    ranges(total, total * kPanel * k * tokens / 8, [&](int64_t first, int64_t last) {
+    scratch = (scratch + 15) / 16 * 16;
+    // with `gate`, two panels at a time: outputs that go through the activation, and those that are multiplied with them
+    const int64_t units = gate < 0 ? total : total / 2;
+    constexpr ptrdiff_t kPair = 2 * kPanel;
+    ranges(units, total * kPanel * k * tokens / 8, [&](int64_t first, int64_t last) {
       PanelJob job;
       job.k = k;
       job.tokens = job.all_tokens = tokens;
@@ -264,31 +287,16 @@ struct LinearCall {
       job.x16 = x16;
       job.x8 = x8;
       job.tiles = tiles;
-      job.out_stride = out_stride;
-      job.scratch = thread_scratch(scratch);
+      job.out_stride = gate < 0 ? out_stride : kPair;
+      job.scratch = thread_scratch(scratch + (gate < 0 ? 0 : static_cast<size_t>(tokens) * kPair));
+      float* pair = job.scratch + scratch;
       if (tiles) kernels->open_tiles(tokens);
-      int64_t start = 0;
-      int column = 0;
-      for (int s = 0; s < num_segments && start < last; ++s) {
-        const Segment& segment = segments[s];
-        const int64_t panels = panels_of(segment);
-        const size_t bytes = panel_bytes(segment.format, k);
-        const Product how = product(s);
-        const auto panel = how == kBf16    ? kernels->bf16_panel
-                           : how == kInt16 ? kernels->linear16_panel
-                           : how == kInt8  ? kernels->int8_panel
-                                           : kernels->linear_panel;
-        job.format = segment.format;
-        for (int64_t p = first > start ? first - start : 0; p < panels && start + p < last; ++p) {
-          const int output = static_cast<int>(p) * kPanel;
-          job.weights = segment.data + p * bytes;
-          job.valid = segment.outputs - output < kPanel ? segment.outputs - output : kPanel;
-          job.out = out + column + output;
-          job.bias = bias ? bias + column + output : nullptr;
-          panel(job);
-        }
-        start += panels;
-        column += segment.outputs;
+      for (int64_t unit = first; unit < last; ++unit) {
+        multiply(job, unit, gate < 0 ? out : pair);
+        if (gate < 0) continue;
+        multiply(job, unit + units, pair + kPanel);
+        for (ptrdiff_t t = 0; t < tokens; ++t)
+          kernels->gated(gate, pair + t * kPair, out + t * out_stride + unit * kPanel, kPanel);
       }
       if (tiles) kernels->close_tiles();
     });
@@ -300,7 +308,7 @@ struct LinearCall {
 
 using namespace headrace;
 
-EXPORT int headrace_abi() { return 10; }
+EXPORT int headrace_abi() { return 11; }
 
 // Chooses the code path `forced`, or the best one where it is empty. Returns its name, null if it cannot run here.
 EXPORT const char* headrace_select_path(const char* forced) {
@@ -357,11 +365,13 @@ EXPORT void headrace_gather_rows(const float* table, ptrdiff_t table_stride, con
 EXPORT int headrace_product(int mode, int format, int tokens) { return product_of(mode, format, tokens); }
 
 // out [tokens, sum of outputs] = x [tokens, k] times the segments, one beside the other, + bias (null: none). `mode` 0:
-// exact, 1: default, 2: fast, 3: int8; see product_of().
+// exact, 1: default, 2: fast, 3: int8; see product_of(). With `gate` 0 or more, the kind of a gated activation, out
+// [tokens, half of the outputs] is that of both halves; then all segments' outputs, and half of them, are whole panels.
 EXPORT void headrace_linear(const void* segments_at, int num_segments, int k, const float* x, ptrdiff_t x_stride,
-                            int tokens, const float* bias, float* out, ptrdiff_t out_stride, int mode) {
-  const LinearCall call{static_cast<const Segment*>(segments_at), num_segments, k, mode, tokens, bias};
-  const int together = call.any(kBf16) ? tokens_together(tokens, k) : tokens;
+                            int tokens, const float* bias, float* out, ptrdiff_t out_stride, int mode, int gate) {
+  constexpr int kGated = 256;  // tokens whose pairs of panels leave room in a cache; 128 share one decoding anyway
+  const LinearCall call{static_cast<const Segment*>(segments_at), num_segments, k, mode, tokens, gate, bias};
+  const int together = call.any(kBf16) ? tokens_together(tokens, k) : gate < 0 ? tokens : kGated;
   for (int first = 0; first < tokens; first += together)
     call.run(x + first * x_stride, x_stride, tokens - first < together ? tokens - first : together,
              out + first * out_stride, out_stride);

@@ -9,7 +9,7 @@ EXPORT void headrace_unpack_rows(int format, const uint8_t* matrix, int k, const
 EXPORT void headrace_gather_rows(const float* table, ptrdiff_t table_stride, const int32_t* ids, int count, float* out,
                                  int size);
 EXPORT void headrace_linear(const void* segments_at, int num_segments, int k, const float* x, ptrdiff_t x_stride,
-                            int tokens, const float* bias, float* out, ptrdiff_t out_stride, int mode);
+                            int tokens, const float* bias, float* out, ptrdiff_t out_stride, int mode, int gate);
 EXPORT void headrace_rms_norm(const float* x, ptrdiff_t x0, ptrdiff_t x1, int count0, int count1, const float* weight,
                               float* out, ptrdiff_t out0, ptrdiff_t out1, int size, float eps);
 EXPORT void headrace_add_rms_norm(const float* x, ptrdiff_t x_stride, float* residual, ptrdiff_t residual_stride,

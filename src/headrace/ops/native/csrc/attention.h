@@ -18,6 +18,7 @@ struct State {
 
 struct Item {
   const AttentionJob& job;
+  const AttentionItem& work;
   int rows, group;           // query vectors; heads per key/value head
   int first_position;        // of the first query
   const int32_t* table;      // the span's blocks
@@ -26,7 +27,8 @@ struct Item {
   float *q, *scores;  // [rows][dim], [rows][64]
   State state;
   float* shrink;                      // [rows]: what the sums so far are multiplied with, for the tile at hand
-  float* gathered;                    // [dim][64]: keys of a tile whose blocks are not whole vectors
+  float* gathered;                    // [dim][64]: keys of a tile whose blocks are not whole vectors, or for many rows
+  float* widened;                     // [64][padded]: values of a tile, for many rows
   float *key_scales, *value_scales;   // [64]: int8, of the tile at hand
   const int* positions;               // of each query
   int first_row, end_row;             // of the query vectors that the tile at hand goes by for
@@ -62,6 +64,7 @@ INLINE float kv_one(const uint8_t* p) {
 
 template <int kKv>
 INLINE f kv_load_n(const uint8_t* p, int n) {
+  if (n >= W) return kv_load<kKv>(p);
   if (n <= 0) return zero();
   if (kKv == kKvF32) return load_n(reinterpret_cast<const float*>(p), n);
   uint8_t bytes[W * 2] = {};
@@ -69,9 +72,13 @@ INLINE f kv_load_n(const uint8_t* p, int n) {
   return kv_load<kKv>(bytes);
 }
 
+INLINE const uint8_t* page_of(const AttentionJob& job, const int32_t* table, int kv_head, size_t page_bytes,
+                              const uint8_t* pages, int position) {
+  const size_t block = static_cast<size_t>(table[position / job.block_size]);
+  return pages + block * static_cast<size_t>(job.block_bytes) + static_cast<size_t>(kv_head) * page_bytes;
+}
 INLINE const uint8_t* page(const Item& item, const uint8_t* pages, int position) {
-  const size_t block = static_cast<size_t>(item.table[position / item.job.block_size]);
-  return pages + block * static_cast<size_t>(item.job.block_bytes) + static_cast<size_t>(item.kv_head) * item.page_bytes;
+  return page_of(item.job, item.table, item.kv_head, item.page_bytes, pages, position);
 }
 
 template <int kKv>
@@ -106,15 +113,28 @@ struct Ahead {
   }
 };
 
-INLINE Ahead ahead_of(const Item& item, const uint8_t* pages, int start, int end) {
+// Positions [start, end) of a tile.
+INLINE Ahead ahead_of(const Item& item, const int32_t* table, int kv_head, const uint8_t* pages, int start, int end) {
   Ahead ahead;
   const int size = item.job.block_size;
   if (kTile % size == 0 && kTile / size <= Ahead::kMostPages && start < end) {
     for (int position = start; position < end && position < start + kTile; position += size)
-      ahead.pages[ahead.count++] = page(item, pages, position);
+      ahead.pages[ahead.count++] = page_of(item.job, table, kv_head, item.page_bytes, pages, position);
     ahead.lines = static_cast<int>(item.page_bytes / 64);
   }
   return ahead;
+}
+
+// Keys of the tile behind the one at `tile_start`; behind the item's last one, those with which the next item begins.
+INLINE Ahead keys_ahead(const Item& item, int tile_start, int last) {
+  const AttentionJob& job = item.job;
+  const AttentionItem* next = item.work.next;
+  int start = tile_start + kTile;
+  if (start < last || !next) return ahead_of(item, item.table, item.kv_head, job.keys, start, last);
+  const int position = job.positions[job.query_start[next->span]] + next->first;
+  start = next->partial ? next->chunk * kChunk : job.window && position >= job.window ? position - job.window + 1 : 0;
+  const int32_t* table = job.tables + next->span * job.table_stride;
+  return ahead_of(item, table, next->kv_head, job.keys, start / kTile * kTile, position + 1);
 }
 
 // scores of kRows query vectors with kVectors vectors of positions; keys[v] + d * stride are W positions' dimension d.
@@ -218,48 +238,7 @@ INLINE void values_by(int rows, Args&&... args) {
   else if constexpr (kRows > 1) values_by<kKv, kRows - 1>(rows, args...);
 }
 
-// What sums under a largest score `before` are multiplied with when it becomes `after`; exactly 1 where they are equal.
-INLINE float shrunk(float before, float after) {
-  if (before == after) return 1.0f;
-  if (before == -__builtin_inff()) return 0.0f;
-  float lane[W];
-  store(lane, exp(set1(before - after)));
-  return lane[0];
-}
-
-// Hides, caps and exponentiates a row of scores; returns what the row's sums so far are to be multiplied with.
-template <int kKv>
-INLINE float softmax_row(const Item& item, int row, int tile_start, int vectors) {
-  const AttentionJob& job = item.job;
-  const int position = item.positions[row / item.group];
-  const int high = position + 1 - tile_start;
-  const int low = job.window ? position - job.window + 1 - tile_start : 0;
-  float* scores = item.scores + row * kTile;
-  const f nothing = set1(-__builtin_inff());
-  f best = nothing;
-  for (int v = 0; v < vectors; ++v) {
-    f score = load(scores + v * W);
-    if (kKv == kKvInt8) score = mul(score, load(item.key_scales + v * W));
-    if (job.soft_cap != 0.0f) score = mul(set1(job.soft_cap), tanh(div(score, set1(job.soft_cap))));
-    score = keep(score, low - v * W, high - v * W, nothing);
-    store(scores + v * W, score);
-    best = max(score, best);
-  }
-  const float before = item.state.top[row];
-  const float found = reduce_max(best), after = found > before ? found : before;
-  item.state.top[row] = after;
-  const f shift = set1(after == -__builtin_inff() ? 0.0f : after);  // nothing seen yet: e^-inf is 0 all the same
-  f mass = zero();
-  for (int v = 0; v < vectors; ++v) {
-    const f weight = keep(exp(sub(load(scores + v * W), shift)), low - v * W, high - v * W, zero());
-    store(scores + v * W, kKv == kKvInt8 ? mul(weight, load(item.value_scales + v * W)) : weight);
-    mass = add(mass, weight);
-  }
-  const float shrink = shrunk(before, after);
-  float* kept = item.state.mass + row * W;
-  store(kept, fma(load(kept), set1(shrink), mass));
-  return shrink;
-}
+#include "attention_softmax.h"
 
 // Positions [begin, end) of a tile; what follows the tile ends at `last`.
 template <int kKv>
@@ -268,6 +247,8 @@ INLINE void attend_tile(const Item& item, int tile_start, int begin, int end, in
   const int vectors = (end + W - 1) / W;
   const uint8_t* keys[kTile / W];
   const bool gathers = job.block_size % W != 0 || item.path;
+  // for many rows numbers become float32 once, not for each kAttnRows of them
+  const bool widens = !kOnTiles<kKv> && kKv != kKvF32 && item.end_row - item.first_row > 2 * kAttnRows;
   if (!gathers) {
     for (int v = 0; v < vectors; ++v) {
       const int seen = v * W + W <= begin ? begin : v * W;  // a vector wholly before the window: any block will do
@@ -281,8 +262,14 @@ INLINE void attend_tile(const Item& item, int tile_start, int begin, int end, in
         item.gathered[d * kTile + j] = kv_one<kKv>(at);
       }
     }
-    for (int v = 0; v < vectors; ++v) keys[v] = reinterpret_cast<const uint8_t*>(item.gathered + v * W);
   }
+  const ptrdiff_t block_stride = static_cast<ptrdiff_t>(job.block_size * kv_size<kKv>());
+  if (widens && !gathers)
+    for (int v = 0; v < vectors; ++v)
+      for (int d = 0; d < item.dim; ++d) store(item.gathered + d * kTile + v * W, kv_load<kKv>(keys[v] + d * block_stride));
+  const bool as_floats = gathers || widens;
+  if (as_floats)
+    for (int v = 0; v < vectors; ++v) keys[v] = reinterpret_cast<const uint8_t*>(item.gathered + v * W);
   if (kKv == kKvInt8)
     for (int j = 0; j < vectors * W; ++j) {  // hidden positions: those of a seen one
       const int position = tile_start + (j < begin ? begin : j < end ? j : end - 1);
@@ -290,8 +277,9 @@ INLINE void attend_tile(const Item& item, int tile_start, int begin, int end, in
       item.value_scales[j] = scale_of(item, job.values, position);
     }
   // while one is at work, what comes next is brought nearer: this tile's values, then the next tile's keys
-  Ahead ahead = ahead_of(item, job.values, tile_start + begin / job.block_size * job.block_size, tile_start + end);
-  const ptrdiff_t stride = gathers ? ptrdiff_t{kTile * 4} : static_cast<ptrdiff_t>(job.block_size * kv_size<kKv>());
+  Ahead ahead = ahead_of(item, item.table, item.kv_head, job.values,
+                         tile_start + begin / job.block_size * job.block_size, tile_start + end);
+  const ptrdiff_t stride = as_floats ? ptrdiff_t{kTile * 4} : block_stride;
   const OnTiles tiles = tiles_at(item.tiles, item.rows, item.dim);
   if constexpr (kOnTiles<kKv>) {
     if (gathers) scores_on_tiles<kKvF32>(item, tiles, keys, stride, vectors, ahead);
@@ -299,10 +287,10 @@ INLINE void attend_tile(const Item& item, int tile_start, int begin, int end, in
   }
   for (int row = item.first_row; !kOnTiles<kKv> && row < item.end_row; row += kAttnRows) {
     const int count = item.end_row - row < kAttnRows ? item.end_row - row : kAttnRows;
-    if (gathers) scores_by<kKvF32, kAttnRows>(count, item, row, keys, stride, vectors, ahead);
+    if (as_floats) scores_by<kKvF32, kAttnRows>(count, item, row, keys, stride, vectors, ahead);
     else scores_by<kKv, kAttnRows>(count, item, row, keys, stride, vectors, ahead);
   }
-  for (int row = item.first_row; row < item.end_row; ++row) item.shrink[row] = softmax_row<kKv>(item, row, tile_start, vectors);
+  softmax_rows<kKv>(item, tile_start, vectors);
   const uint8_t* values[kTile];
   for (int j = begin; j < end;) {  // block by block: finding a place takes two divisions
     const uint8_t* at = value_row<kKv>(item, tile_start + j);
@@ -310,11 +298,20 @@ INLINE void attend_tile(const Item& item, int tile_start, int begin, int end, in
     const int stop = j + left < end ? j + left : end;
     for (; j < stop; ++j, at += item.dim * kv_size<kKv>()) values[j] = at;
   }
-  ahead = ahead_of(item, job.keys, tile_start + kTile, last);
+  ahead = keys_ahead(item, tile_start, last);
   if constexpr (kOnTiles<kKv>) return values_on_tiles(item, tiles, values, begin, end, ahead);
-  for (int row = item.first_row; row < item.end_row; row += kAttnRows)
-    values_by<kKv, kAttnRows>(item.end_row - row < kAttnRows ? item.end_row - row : kAttnRows, item, row, values, begin,
-                              end, ahead);
+  if (widens)
+    for (int j = begin; j < end; ++j) {
+      float* to = item.widened + j * item.padded;
+      for (int d = 0; d < item.dim; d += W)
+        store(to + d, kv_load_n<kKv>(values[j] + d * kv_size<kKv>(), item.dim - d));
+      values[j] = reinterpret_cast<const uint8_t*>(to);
+    }
+  for (int row = item.first_row; row < item.end_row; row += kAttnRows) {
+    const int count = item.end_row - row < kAttnRows ? item.end_row - row : kAttnRows;
+    if (widens) values_by<kKvF32, kAttnRows>(count, item, row, values, begin, end, ahead);
+    else values_by<kKv, kAttnRows>(count, item, row, values, begin, end, ahead);
+  }
 }
 
 // A tile with tokens of a tree, for each query of the item by itself.
@@ -401,19 +398,20 @@ static size_t attention_scratch(const AttentionJob& job) {
   const int group = job.heads / job.kv_heads;
   const size_t rows = static_cast<size_t>(queries_per_item(group) * group), dim = static_cast<size_t>(job.dim);
   return tiles_floats(static_cast<int>(rows), job.dim) + 2 * state_floats(rows, job.dim) + rows * (dim + 1) +
-         scored_rows(rows) * kTile + dim * kTile + 2 * kTile + 64;
+         scored_rows(rows) * kTile + (dim + static_cast<size_t>(padded_dim(job.dim))) * kTile + 2 * kTile + 64;
 }
 
 template <int kKv>
 static void attend(const AttentionJob& job, const AttentionItem& work, float* scratch) {
   const int group = job.heads / job.kv_heads, rows = work.count * group;
   const size_t num_rows = static_cast<size_t>(rows), dim = static_cast<size_t>(job.dim);
-  Item item{job, rows, group, 0, job.tables + work.span * job.table_stride, work.kv_head, job.dim,
+  Item item{job, work, rows, group, 0, job.tables + work.span * job.table_stride, work.kv_head, job.dim,
             padded_dim(job.dim), kv_page_bytes(kKv, job.dim, job.block_size), nullptr, nullptr,
-            State{}, nullptr, nullptr, nullptr, nullptr, nullptr, 0, rows, 0, nullptr, scratch};
+            State{}, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, 0, rows, 0, nullptr, scratch};
   item.scores = scratch + tiles_floats(rows, job.dim);
   item.gathered = item.scores + scored_rows(num_rows) * kTile;
-  item.key_scales = item.gathered + dim * kTile;
+  item.widened = item.gathered + dim * kTile;
+  item.key_scales = item.widened + padded_dim(job.dim) * kTile;
   item.value_scales = item.key_scales + kTile;
   item.q = item.value_scales + kTile;
   item.shrink = item.q + num_rows * dim;

@@ -55,10 +55,19 @@ static void open_tiles_with(const Item& item) {
     }
 }
 
-// Pairs of numbers that are bfloat16 already, as a row of a tile has them.
-INLINE void store_pairs(uint8_t* to, f first, f second) {
-  const i low = shift_right(_mm512_castps_si512(first), 16), high = _mm512_castps_si512(second);
-  _mm512_store_si512(to, or_words(low, and_word(high, static_cast<int>(0xFFFF0000u))));
+// 16 numbers that are bfloat16 already beside 16 others: a row of a tile, pairs.
+INLINE void store_pairs(uint8_t* to, __m256i first, __m256i second) {
+  alignas(64) static constexpr uint16_t kOrder[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                                      8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  const i both = _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
+  _mm512_store_si512(to, _mm512_permutexvar_epi16(_mm512_load_si512(kOrder), both));
+}
+
+// 16 keys' dimension, as bfloat16.
+template <int kKv>
+INLINE __m256i key_halves(const uint8_t* p) {
+  if (kKv == kKvBf16) return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(words(p), 16));
 }
 
 INLINE void clear_four() { tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>(); }
@@ -84,13 +93,16 @@ template <int kKv>
 NOINLINE static void scores_on_tiles(const Item& item, const OnTiles& at, const uint8_t* const* keys, ptrdiff_t stride,
                                      int vectors, Ahead& ahead) {
   const int blocks = dim_blocks(item.dim);
-  for (int v = 0; v < vectors; ++v)
-    for (int d = 0; d < blocks * 32; d += 2) {
-      const f first = d < item.dim ? kv_load<kKv>(keys[v] + d * stride) : zero();
-      const f second = d + 1 < item.dim ? kv_load<kKv>(keys[v] + (d + 1) * stride) : zero();
-      store_pairs(at.pairs + (v * blocks + d / 32) * kTileSize + d % 32 / 2 * 64, first, second);
+  for (int v = 0; v < vectors; ++v) {
+    uint8_t* to = at.pairs + v * blocks * kTileSize;  // 64 bytes for a pair of dimensions
+    const uint8_t* from = keys[v];
+    for (int d = 0; d + 1 < item.dim; d += 2, to += 64, from += 2 * stride) {
+      store_pairs(to, key_halves<kKv>(from), key_halves<kKv>(from + stride));
       ahead.some(1);
     }
+    if (item.dim % 2) store_pairs(to, key_halves<kKv>(from), _mm256_setzero_si256()), to += 64;
+    for (; to < at.pairs + (v + 1) * blocks * kTileSize; to += 64) _mm512_store_si512(to, zero_words());
+  }
   for (int tile = item.first_row / 16; tile * 16 < item.end_row; ++tile) {
     clear_four();
     for (int b = 0; b < blocks; ++b) {
@@ -105,15 +117,19 @@ NOINLINE static void scores_on_tiles(const Item& item, const OnTiles& at, const 
 NOINLINE static void values_on_tiles(const Item& item, const OnTiles& at, const uint8_t* const* values, int begin, int end,
                                      Ahead& ahead) {
   const int columns = item.padded / W, halves = end > 32 ? 2 : 1;
+  const auto numbers = [&](int j, int c) __attribute__((always_inline)) {  // 32 of position j, from column c on
+    if (j < begin || j >= end) return zero_words();
+    const int left = item.dim - c * W;
+    return _mm512_maskz_loadu_epi16(left < 32 ? (1u << left) - 1 : ~0u, values[j] + c * W * 2);
+  };
   for (int pair = 0; pair < halves * 16; ++pair) {
-    const int j = 2 * pair;
     uint8_t* to = at.pairs + pair / 16 * columns * kTileSize + pair % 16 * 64;
-    for (int c = 0; c < columns; ++c) {
-      const int left = item.dim - c * W;
-      const f first = j >= begin && j < end ? kv_load_n<kKvBf16>(values[j] + c * W * 2, left) : zero();
-      const f second = j + 1 >= begin && j + 1 < end ? kv_load_n<kKvBf16>(values[j + 1] + c * W * 2, left) : zero();
-      store_pairs(to + c * kTileSize, first, second);
-      ahead.some(1);
+    for (int c = 0; c < columns; c += 2) {
+      const i first = numbers(2 * pair, c), second = numbers(2 * pair + 1, c);
+      store_pairs(to + c * kTileSize, _mm512_castsi512_si256(first), _mm512_castsi512_si256(second));
+      if (c + 1 < columns)
+        store_pairs(to + (c + 1) * kTileSize, _mm512_extracti64x4_epi64(first, 1), _mm512_extracti64x4_epi64(second, 1));
+      ahead.some(2);
     }
   }
   for (int row = item.first_row; row < item.end_row; ++row)

@@ -13,15 +13,16 @@ constexpr int kTileNumbers = 512;
 constexpr int kDirect = 2;                   // tokens for which no tiles are filled
 constexpr int kFew = 32;                     // tokens whose sums stay in tiles for the whole of k
 constexpr int kRing = 4, kLag = 2;           // unpacked blocks kept; blocks that unpacking is ahead of multiplying
-constexpr int kStretch = 16;                 // blocks unpacked at once for more tokens: 32 KiB
+constexpr int kStretch = 12;                 // most blocks unpacked at once for more tokens: 24 KiB
 constexpr int kPass = 1024;                  // tokens that share one unpacking
 static_assert(W == 16 && P == 2, "a vector is a row of a tile");
 
 static size_t bf16_scratch() { return kStretch * kBlockTiles / sizeof(float) + kPass * kPanel; }
 
-INLINE void finish_bf16(const PanelJob& job, const float* sums, float scale) {
-  for (int t = 0; t < job.tokens; ++t) {
-    float* out = job.out + t * job.out_stride;
+// Sums of tokens first .. first + count - 1 become outputs.
+INLINE void finish_bf16(const PanelJob& job, const float* sums, float scale, int first, int count) {
+  for (int t = 0; t < count; ++t) {
+    float* out = job.out + (first + t) * job.out_stride;
     for (int p = 0; p < P; ++p) {
       const int left = job.valid - p * W;
       if (left <= 0) break;
@@ -80,7 +81,7 @@ NOINLINE static void few(const PanelJob& job) {
     multiply_block<kTiles>(first + due * kTileNumbers, second + due * kTileNumbers, ring + due % kRing * kBlockTiles);
   }
   store_sums<kTiles>(sums);
-  finish_bf16(job, sums, Blocks<kFormat>::kScale);
+  finish_bf16(job, sums, Blocks<kFormat>::kScale, 0, job.tokens);
 }
 
 // One or two tokens, in registers: what the tiles would do, bit for bit (tiles_emulated.h says what that is), which takes
@@ -125,7 +126,7 @@ NOINLINE static void direct(const PanelJob& job) {
     }
   const auto sum = job.tokens == 1 ? direct_sums<kFormat, 1> : direct_sums<kFormat, 2>;
   under_tile_rules([&] { sum(job, x, sums); });
-  finish_bf16(job, sums, Blocks<kFormat>::kScale);
+  finish_bf16(job, sums, Blocks<kFormat>::kScale, 0, job.tokens);
 }
 
 // 16 * kTiles tokens over a stretch of `count` unpacked blocks.
@@ -139,25 +140,29 @@ NOINLINE static void stretch(const uint16_t* first, ptrdiff_t apart, const uint8
   store_sums<kTiles>(sums);
 }
 
-// More tokens: a stretch of the panel is unpacked once, and they go over it.
+// More tokens: a stretch of the panel is unpacked once, and they go over it. Stretches are of about one length: half of
+// the nearest cache, so that weights stay in it while inputs pass through.
 template <int kFormat>
 NOINLINE static void many(const PanelJob& job) {
   const int blocks = (job.k + kBlock - 1) / kBlock, tiles = (job.tokens + 15) / 16;
+  const int stretches = (blocks + kStretch - 1) / kStretch;
   const ptrdiff_t apart = static_cast<ptrdiff_t>(blocks) * kTileNumbers;  // from tile to tile of 16 tokens
   uint8_t* unpacked = reinterpret_cast<uint8_t*>(job.scratch);
   float* sums = job.scratch + kStretch * kBlockTiles / sizeof(float);
   Blocks<kFormat> weights{job.weights, job.k};
-  for (int start = 0; start < blocks; start += kStretch) {
-    const int count = blocks - start < kStretch ? blocks - start : kStretch;
+  for (int number = 0, start = 0; number < stretches; ++number) {
+    const int count = (blocks - start) / (stretches - number);
     for (int b = 0; b < count; ++b) weights.unpack(unpacked + b * kBlockTiles);
     for (int tile = 0; tile < tiles; tile += 2) {
       const uint16_t* x = job.tiles + tile * apart + static_cast<ptrdiff_t>(start) * kTileNumbers;
       float* to = sums + tile * 16 * kPanel;
       if (tile + 1 < tiles) stretch<2>(x, apart, unpacked, count, start == 0, to);
       else stretch<1>(x, apart, unpacked, count, start == 0, to);
+      const int left = job.tokens - tile * 16;
+      if (number + 1 == stretches) finish_bf16(job, to, Blocks<kFormat>::kScale, tile * 16, left < 32 ? left : 32);
     }
+    start += count;
   }
-  finish_bf16(job, sums, Blocks<kFormat>::kScale);
 }
 
 struct Bf16Functions {

@@ -105,6 +105,7 @@ inline size_t kv_page_bytes(int format, int dim, int block_size) {
 struct AttentionItem {
   int span, kv_head, first, count, chunk;
   float* partial;
+  const AttentionItem* next;  // what its thread is likely to do then, whose first keys are brought nearer; or null
 };
 
 struct AttentionJob {

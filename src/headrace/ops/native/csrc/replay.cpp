@@ -29,7 +29,7 @@ void make(const Call& call) {
   switch (call.code) {
     case 0:
       headrace_linear(at<void>(a[0]), whole(a[1]), whole(a[2]), at<float>(a[3]), a[4], whole(a[5]), at<float>(a[6]),
-                      at<float>(a[7]), a[8], whole(a[9]));
+                      at<float>(a[7]), a[8], whole(a[9]), whole(a[10]));
       break;
     case 1:
       headrace_rms_norm(at<float>(a[0]), a[1], a[2], whole(a[3]), whole(a[4]), at<float>(a[5]), at<float>(a[6]), a[7],

@@ -35,6 +35,9 @@ INLINE float reduce_max(f v) {
   const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
   return _mm_cvtss_f32(_mm_max_ss(two, _mm_shuffle_ps(two, two, 1)));
 }
+INLINE void reduce_max_rows(const float* rows, float* out) {  // out[r] = the largest of rows[r][0 .. W-1], for 16 rows
+  for (int row = 0; row < 16; ++row) out[row] = reduce_max(load(rows + row * W));
+}
 INLINE f keep(f v, int low, int high, f other) {
   const i kept = _mm256_andnot_si256(lanes(low), lanes(high));
   return _mm256_blendv_ps(other, v, _mm256_castsi256_ps(kept));

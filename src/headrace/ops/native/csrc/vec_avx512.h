@@ -23,6 +23,22 @@ INLINE f max(f a, f b) { return _mm512_max_ps(a, b); }  // b where either is NaN
 INLINE f min(f a, f b) { return _mm512_min_ps(a, b); }
 INLINE float reduce_add(f v) { return _mm512_reduce_add_ps(v); }
 INLINE float reduce_max(f v) { return _mm512_reduce_max_ps(v); }
+// out[r] = the largest of rows[r][0 .. 15], for 16 rows: they share what it takes to bring lanes together.
+INLINE void reduce_max_rows(const float* rows, float* out) {
+  const auto quarters = [](f a, f b) __attribute__((always_inline)) {
+    return _mm512_max_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xDD));
+  };
+  const auto inside = [](f a, f b) __attribute__((always_inline)) {
+    return _mm512_max_ps(_mm512_shuffle_ps(a, b, 0x88), _mm512_shuffle_ps(a, b, 0xDD));
+  };
+  f every[4];  // [n]: rows n, n + 4, n + 8, n + 12, a quarter each
+#pragma GCC unroll 4
+  for (int n = 0; n < 4; ++n) {
+    const float* at = rows + n * 16;
+    every[n] = quarters(quarters(load(at), load(at + 64)), quarters(load(at + 128), load(at + 192)));
+  }
+  store(out, inside(inside(every[0], every[1]), inside(every[2], every[3])));
+}
 // lanes whose number lies in [low, high) keep v, the others get `other`
 INLINE f keep(f v, int low, int high, f other) {
   const __mmask16 kept = static_cast<__mmask16>(lanes(high < 0 ? 0 : high) & ~lanes(low < 0 ? 0 : low));

@@ -39,6 +39,9 @@ INLINE float reduce_max(f v) {
   for (int lane = 1; lane < W; ++lane) best = best > v[lane] ? best : v[lane];
   return best;
 }
+INLINE void reduce_max_rows(const float* rows, float* out) {  // out[r] = the largest of rows[r][0 .. W-1], for 16 rows
+  for (int row = 0; row < 16; ++row) out[row] = reduce_max(load(rows + row * W));
+}
 INLINE f keep(f v, int low, int high, f other) {
   const s lane = {0, 1, 2, 3};
   return choose((lane >= low) & (lane < high), v, other);
