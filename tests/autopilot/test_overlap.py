@@ -25,13 +25,14 @@ class Engine:
         for request in self.requests:
             request.runs_ahead = request.is_plain and not self.policy.speculates
 
-    def step(self, length=1):
+    def step(self, length=1, warming=0.0):
         assert self.policy.may_plan(self.requests, 0)
         drafts = self.policy.speculates
-        self.now += 0.01 * (self.cost if drafts else 1.0)
+        self.now += 0.01 * (self.cost if drafts else 1.0) + warming
         spans = np.array([[0, 1], [5, 5], [length, 1], [0, 0]], np.int32)
         tokens = [[1] * (self.gain if drafts else 1)] * 2
-        self.policy.observe_step(StepPlan(0, spans=spans, yields=np.ones(2, bool)), StepResult(0, tokens, [0, 0]))
+        result = StepResult(0, tokens, [0, 0], warming=warming > 0)
+        self.policy.observe_step(StepPlan(0, spans=spans, yields=np.ones(2, bool)), result)
         return drafts
 
 
@@ -43,6 +44,12 @@ def test_the_better_way_is_found_and_the_other_one_seldom_tried(gain, cost, bett
     assert len(set(ways[:80])) == 2, "both are measured"
     assert np.mean([way == better for way in ways[200:]]) > 0.85
     assert np.mean([way == better for way in ways[1500:]]) > 0.9
+
+
+def test_steps_that_warm_up_say_nothing_of_those_to_come():
+    engine = Engine(3, 1.5)
+    ways = [engine.step(warming=2.0 if step % 9 == 5 and step < 40 else 0.0) for step in range(400)]
+    assert np.mean(ways[100:]) > 0.85
 
 
 def test_a_change_of_heart_is_followed():

@@ -110,7 +110,7 @@ class DraftAccounts:
         verified, self._verified = self._verified, {}
         decodes = plan.num_decodes == plan.num_spans
         num_rows = plan.num_spans if decodes else int(np.count_nonzero(plan.yields))
-        if not num_rows:
+        if not num_rows or result.warming:
             return
         seconds, drafting = (result.times.total - result.times.draft) / plan.num_runs, self._drafting(result)
         gained = dict.fromkeys(self._groups, 0.0)

@@ -76,7 +76,7 @@ class RunAhead:
         if load != self._load:
             self._load = load
             self._begin()
-        if last is None or not plan.generates or self.speculates != self._wanted:
+        if last is None or not plan.generates or result.warming or self.speculates != self._wanted:
             return
         self._steps += 1
         if self._steps > _SETTLING:

@@ -173,6 +173,7 @@ class StepResult:
     draft_passes: tuple[DraftPass, ...] = ()
     draft_seconds: tuple[float, ...] = ()  # what each of the engine's proposers took after this step; (): nobody says
     dropped: tuple[str, ...] = ()  # proposers that failed in this step and are not asked again
+    warming: bool = False  # it made something that later steps find ready, or did without: they will take less time
     candidates: dict[int, list[tuple[int, float]]] = field(default_factory=dict)  # span of a beam -> its best next
     # tokens with their log-probabilities after every stage, best first
     errors: dict[int, str] = field(default_factory=dict)  # span -> why it could not go on

@@ -130,6 +130,11 @@ class CombinedProposer:
             if (watch := getattr(proposer, "watch", None)) is not None:
                 self._try(source, watch, context)
 
+    @property
+    def num_captures(self) -> int:
+        """Graphs that networks on a GPU have made of their passes."""
+        return sum(getattr(proposer, "num_captures", 0) for proposer in self._proposers.values())
+
     def idle(self) -> bool:
         """No step is in flight: take what was compiled meanwhile for networks on a GPU. Whether there was something."""
         return any([getattr(proposer, "idle", lambda: False)() for proposer in self._proposers.values()])

@@ -211,6 +211,11 @@ class Passes:
         spans[0], spans[1], spans[2], spans[3] = rows, self.table.host.num_computed[rows], lengths, guesses
         return StepPlan(0, spans=spans, yields=np.full(len(rows), yields))
 
+    @property
+    def num_captures(self) -> int:
+        """See CombinedProposer."""
+        return self._runner.chains.counts.captures + self._runner.launcher.counts.captures
+
     def idle(self) -> bool:
         """See CombinedProposer."""
         return self._runner.take_kernel()
@@ -349,6 +354,11 @@ class DeviceDraftProposer:
         """See CombinedProposer."""
         if isinstance(self.runner, DeviceHeadRunner) and context.features is not None:
             self.runner.watch(context.features, context.num_tokens)
+
+    @property
+    def num_captures(self) -> int:
+        """See CombinedProposer."""
+        return self.runner.sender.num_captures
 
     def idle(self) -> bool:
         """See CombinedProposer."""

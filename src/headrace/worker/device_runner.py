@@ -149,10 +149,10 @@ class DeviceRunner:
         warm = bool(table.warm[plan.rows].any())
         cut = warm and bool(table.cut[plan.rows].any())
         trees = self._trees(plan)
+        made = RUNTIME.loaded, self.launcher.counts.captures
         # the graph that might serve
         could = None if any_hosted else self._pick(plan, warm, cut, trees is not None)
         key = could if could is not None and self.launcher.serves(could) else None
-        loaded = RUNTIME.loaded
         self.flush()
         batch = self._builder.send(plan, key, trees)
         slot.begin()
@@ -175,9 +175,12 @@ class DeviceRunner:
         slot.end()
         # a step that waited for a compiler says nothing of the others
         observe = None
-        if could is not None and RUNTIME.loaded == loaded:
+        if could is not None and RUNTIME.loaded == made[0]:
             observe = partial(self.launcher.observe, could, key is not None)
-        pending = PendingStep(plan, slot, plan.yields & ~hosted, time.perf_counter() - started, observe)
+        warming = (RUNTIME.loaded, self.launcher.counts.captures) != made or (
+            could is not None and key is None and self.launcher.captures_more
+        )
+        pending = PendingStep(plan, slot, plan.yields & ~hosted, time.perf_counter() - started, observe, warming)
         self._pending.append(pending)
         if self._speculation is None and any_hosted:
             table.advance(plan)

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from headrace.core.plan import StepPlan, StepResult
+from headrace.ops.triton.runtime import RUNTIME
 from headrace.sampling.sampler import Sampled
 from headrace.spec.base import DraftContext, StepFeatures
 from headrace.spec.combined import CombinedProposer
@@ -37,6 +38,7 @@ class Speculation:
         self._nodes = nodes
         # of rows whose drafts the GPU has: the known tokens that these are behind; -1: it is to be told of them
         self._placed = np.full(table.view.max_rows, -1, np.int32)
+        self._made = RUNTIME.loaded, 0  # kernels, and graphs of networks, when a step ended
 
     @property
     def wants_features(self) -> bool:
@@ -78,8 +80,10 @@ class Speculation:
         starts = self._table.host.num_computed[plan.rows]  # a copy
         self.commit(plan, result)
         num_drafts, sources, values = self._propose(plan, starts, features)
+        before, self._made = self._made, (RUNTIME.loaded, self.proposer.num_captures)
         return replace(
             result,
+            warming=result.warming or self._made != before,
             num_drafts=num_drafts,
             draft_sources=sources,
             draft_values=values,

@@ -150,6 +150,11 @@ class Graphs(Generic[K]):
         self._graphs.clear()
         self.enabled = False
 
+    @property
+    def captures_more(self) -> bool:
+        """Whether what has no graph yet may have one later."""
+        return self._capturing and self._capturing_failed is None
+
     def forget(self, stale: Callable[[K], bool]) -> None:
         """Drop graphs that are to be captured anew; no step may be in flight."""
         self._graphs = {key: graph for key, graph in self._graphs.items() if not stale(key)}

@@ -47,9 +47,12 @@ class PendingStep:
         yielding: np.ndarray,
         prepare: float,
         observe: Callable[[float, float], None] | None,
+        warming: bool = False,
     ):
-        """`observe` is told the seconds that sending the step took, and that running it took."""
+        """`observe` is told the seconds that sending the step took, and that running it took. `warming`: see
+        StepResult."""
         self._plan, self._slot, self._yielding, self._prepare = plan, slot, yielding, prepare
+        self._warming = warming
         self._observe = observe
         self._result: StepResult | None = None
         self.settle: Callable[[StepResult], StepResult] | None = None  # told of the result once, and adds to it
@@ -96,6 +99,7 @@ class PendingStep:
             tokens=tokens,
             num_accepted=[max(0, len(each) - 1) for each in tokens] if drafted else [0] * len(tokens),
             errors=errors,
+            warming=self._warming,
             # what of sending it the GPU did not hide: where there is any, the host is what bounds the step
             times=StageTimes(prepare=max(0.0, self._prepare - waited), forward=waited),
         )
