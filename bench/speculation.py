@@ -54,6 +54,51 @@ STACK = """class Stack:
     def __len__(self):
         return len(self.items)
 """
+SHOP = """class Item:
+    def __init__(self, name, price, count=1):
+        self.name = name
+        self.price = price
+        self.count = count
+
+    def total(self):
+        return self.price * self.count
+
+
+class Basket:
+    def __init__(self):
+        self.items = []
+        self.discount = 0
+
+    def add(self, item):
+        for other in self.items:
+            if other.name == item.name:
+                other.count += item.count
+                return
+        self.items.append(item)
+
+    def remove(self, name):
+        for item in self.items:
+            if item.name == name:
+                self.items.remove(item)
+                return True
+        return False
+
+    def set_discount(self, percent):
+        if percent < 0 or percent > 100:
+            raise ValueError("percent must be between 0 and 100")
+        self.discount = percent
+
+    def total(self):
+        total = sum(item.total() for item in self.items)
+        return total * (100 - self.discount) / 100
+
+    def receipt(self):
+        lines = []
+        for item in self.items:
+            lines.append(f"{item.name} x {item.count}: {item.total():.2f}")
+        lines.append(f"Total: {self.total():.2f}")
+        return "\\n".join(lines)
+"""
 RIVER = (
     "The river rises in the hills and runs south for ninety miles. In spring the snow melts and the water covers the "
     "meadows, so the farmers keep their cattle on the high ground until May. In summer children swim below the old "
@@ -84,9 +129,12 @@ WORK = {
         )
     ],
     "code-edit": [
-        (f"Rename the function subtract to minus in this code and print the whole file:\n```python\n{SUMS}```", ""),
-        (f"Rename the class Stack to Pile in this code and print the whole file:\n```python\n{STACK}```", ""),
-        (f"Add a docstring to the function divide and print the whole file:\n```python\n{SUMS}```", ""),
+        (f"{edit} Answer with the whole file in one code block and nothing else.\n```python\n{SHOP}```", "")
+        for edit in (
+            "Rename the class Basket to Cart.",
+            "Add a docstring to the method set_discount.",
+            "Make receipt print the discount on a line of its own if it is not 0.",
+        )
     ],
     "chat": [
         ("Tell me about the history of the Roman empire and its emperors.", ""),
@@ -94,15 +142,16 @@ WORK = {
         ("Explain to a child why it rains.", ""),
     ],
 }
-TARGETS = {"chat": 0.98}  # of the others 1.8
-GREEDY = SamplingParams(temperature=0.0, max_tokens=160)
+TARGETS = {"chat": 0.98, "code-edit": 2.5}  # of the others 1.8
+LENGTHS = {"code-edit": 480}  # tokens of an answer at most; of others 160
+GREEDY = SamplingParams(temperature=0.0)
 
 
-def run(llm: LLM, prompt: list[int]) -> tuple[float, list[int]]:
+def run(llm: LLM, prompt: list[int], max_tokens: int) -> tuple[float, list[int]]:
     """Seconds and tokens of one answer whose prompt is known."""
     llm.generate([prompt], GREEDY.with_(max_tokens=1))
     started = time.perf_counter()
-    (output,) = llm.generate([prompt], GREEDY)
+    (output,) = llm.generate([prompt], GREEDY.with_(max_tokens=max_tokens))
     return time.perf_counter() - started, output.outputs[0].token_ids
 
 
@@ -236,7 +285,7 @@ def main() -> None:
             expected: list[list[int]] = []
             for name, llm in {"off": plain, **sides}.items():
                 steps = llm.engine.ledger.totals.steps
-                results = [run(llm, prompt) for prompt in prompts]
+                results = [run(llm, prompt, LENGTHS.get(work, 160)) for prompt in prompts]
                 tokens = [each for _, each in results]
                 if name == "off":
                     expected = tokens
