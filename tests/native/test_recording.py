@@ -70,6 +70,17 @@ def test_hidden_states_are_the_same_bits(path: str, tmp_path: Path, monkeypatch:
             np.testing.assert_array_equal(replayed, eager)
 
 
+def test_shapes_are_kept_up_to_a_number_of_tokens(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_tiny_llama(tmp_path)
+    checkpoint = open_checkpoint(str(tmp_path))
+    monkeypatch.setattr(recorded, "EAGER_STEPS", 0)
+    monkeypatch.setattr(recorded, "MAX_KEPT_TOKENS", 4)
+    world = World(build_model(checkpoint.spec, WeightSource(checkpoint), Packed("exact")))
+    for rows, kept in (([0], [1]), ([0, 1], [1, 2]), ([0, 1, 2], [3]), ([0], [3, 1])):
+        world.step(rows)
+        assert [tokens for tokens, *_ in world.launcher._programs] == kept
+
+
 class World:
     """Rows that take one token a step through a launcher."""
 

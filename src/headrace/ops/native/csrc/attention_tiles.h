@@ -148,13 +148,13 @@ NOINLINE static void values_on_tiles(const Item& item, const OnTiles& at, const 
       }
       store_four(at.products + c * W, item.padded, count);
     }
-    const int last = tile * 16 + 16 < item.end_row ? tile * 16 + 16 : item.end_row;
-    for (int row = tile * 16 > item.first_row ? tile * 16 : item.first_row; row < last; ++row)
-      for (int c = 0; c < columns; ++c) {
-        float* kept = item.state.sums + row * item.padded + c * W;
-        const f fresh = load(at.products + row % 16 * item.padded + c * W);
-        store(kept, fma(load(kept), set1(item.shrink[row]), fresh));
-      }
+    const int last = tile * 16 + 16 < item.end_row ? tile * 16 + 16 : item.end_row, padded = columns * W;
+    for (int row = tile * 16 > item.first_row ? tile * 16 : item.first_row; row < last; ++row) {
+      float* kept = item.state.sums + row * padded;
+      const float* fresh = at.products + row % 16 * padded;
+      const f shrink = set1(item.shrink[row]);
+      for (int c = 0; c < padded; c += W) store(kept + c, fma(load(kept + c), shrink, load(fresh + c)));
+    }
   }
 }
 #else
