@@ -25,11 +25,11 @@ def scarce(monkeypatch):
     limit = {"tokens": 10**9, "failures": 0}
     original = DeviceRunner._step
 
-    def step(self, batch, warm, cut):
+    def step(self, batch, warm, cut, *kernel):
         if batch.spans.token_ids.shape[0] > limit["tokens"]:
             limit["failures"] += 1
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nand more")
-        return original(self, batch, warm, cut)
+        return original(self, batch, warm, cut, *kernel)
 
     monkeypatch.setattr(DeviceRunner, "_step", step)
     return limit
