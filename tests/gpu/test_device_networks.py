@@ -184,3 +184,37 @@ def test_a_head_keeps_its_context_where_drafts_are_done_without(models, gpu_engi
     wanted, found = places
     both = found.keys() & wanted.keys()
     assert len(both) > 4 and {place: found[place] for place in both} == {place: wanted[place] for place in both}
+
+
+class _Arriving:
+    """A kernel of whole steps that has been compiled meanwhile, and serves nothing."""
+
+    def arrives(self):
+        return True
+
+    def serves(self, key):
+        return False
+
+    def too_far(self, plan):
+        return False
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the captures are stand-ins")
+def test_graphs_are_made_anew_when_a_draft_model_s_kernel_arrives(models, gpu_engine, monkeypatch):
+    """In an idle moment, in which nobody else has entered torch's inference mode."""
+    captured = []
+
+    def record(graphs, key):
+        graphs._idle(key)
+        graphs._body(key)
+        captured.append(key)
+
+    monkeypatch.setattr(Graphs, "_record", record)
+    options = {"speculate": "draft", "draft_model": models["other"]}
+    with LLM(models["target"], **OPTIONS | DEVICE | options) as llm:
+        (proposer,) = llm.engine._worker.proposer._proposers.values()
+        runner = proposer.runner.sender._runner
+        runner._step_kernel, runner.launcher._capturing = _Arriving(), True
+        assert llm.engine.core.idle()
+        runner.launcher._capturing = False
+        assert captured and runner.launcher._capturing_failed is None

@@ -360,6 +360,7 @@ class DeviceDraftProposer:
         """See CombinedProposer."""
         return self.runner.sender.num_captures
 
+    @torch.inference_mode()
     def idle(self) -> bool:
         """See CombinedProposer."""
         return self.runner.sender.idle()
