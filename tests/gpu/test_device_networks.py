@@ -8,8 +8,10 @@ import pytest
 from headrace import LLM, SamplingParams
 from headrace.autopilot.host_bound import HostBound
 from headrace.core.drafting import FixedDepth
+from headrace.core.kv_manager import GONE
 from headrace.ops.triton.runtime import INTERPRETED
 from headrace.worker.device_chain import ChainRunner
+from headrace.worker.device_networks import DeviceDraftRunner
 from headrace.worker.graphs import Graphs
 from headrace.worker.table import RequestTable
 from tiny import write_tiny_llama
@@ -184,3 +186,57 @@ def test_a_head_keeps_its_context_where_drafts_are_done_without(models, gpu_engi
     wanted, found = places
     both = found.keys() & wanted.keys()
     assert len(both) > 4 and {place: found[place] for place in both} == {place: wanted[place] for place in both}
+
+
+@pytest.mark.slow
+def test_a_window_reaches_over_blocks_that_are_held_where_drafts_follow(models, gpu_engine, held, monkeypatch):
+    """Of the two tokens that a chain behind a verification begins with, the first one's window as well."""
+    original, reached = DeviceDraftRunner.follow, []
+
+    def follow(self, rows, starts, lengths, limits):
+        depth = original(self, rows, starts, lengths, limits)
+        for row, start in zip(rows.tolist() if depth else (), starts.tolist(), strict=False):
+            (table,) = self.kv._tables[str(row)]
+            first = max(0, start - self.model.attention_layers[0].window + 1) // 16
+            assert GONE not in table[first:], "where all drafts are refused, the token at `start` is run again"
+            reached.append(first)
+        return depth
+
+    monkeypatch.setattr(DeviceDraftRunner, "follow", follow)
+    options = {"speculate": "draft", "draft_model": models["windowed"]}
+    compare(models["target"], held, GREEDY.with_(max_tokens=40), PROMPTS[2:], **options)
+    assert not INTERPRETED or max(reached) > 1, "blocks were given back"
+
+
+class _Arriving:
+    """A kernel of whole steps that has been compiled meanwhile, and serves nothing."""
+
+    def arrives(self):
+        return True
+
+    def serves(self, key):
+        return False
+
+    def too_far(self, plan):
+        return False
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the captures are stand-ins")
+def test_graphs_are_made_anew_when_a_draft_model_s_kernel_arrives(models, gpu_engine, monkeypatch):
+    """In an idle moment, in which nobody else has entered torch's inference mode."""
+    captured = []
+
+    def record(graphs, key):
+        graphs._idle(key)
+        graphs._body(key)
+        captured.append(key)
+
+    monkeypatch.setattr(Graphs, "_record", record)
+    options = {"speculate": "draft", "draft_model": models["other"]}
+    with LLM(models["target"], **OPTIONS | DEVICE | options) as llm:
+        (proposer,) = llm.engine._worker.proposer._proposers.values()
+        runner = proposer.runner.sender._runner
+        runner._step_kernel, runner.launcher._capturing = _Arriving(), True
+        assert llm.engine.core.idle()
+        runner.launcher._capturing = False
+        assert captured and runner.launcher._capturing_failed is None

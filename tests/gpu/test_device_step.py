@@ -255,6 +255,25 @@ class TestGraphs:
             launcher.observe(key, False, sent=0.009, ran=0.010)
         assert launcher.serves(key) and captured == [key]
 
+    def test_steps_are_not_said_to_become_faster_for_ever(self):
+        """Each that is said to has lost a good part of its time, so after a few its graph repays."""
+        launcher, captured = self.launcher(True)
+        launcher._costs.extend([0.1] * 9)
+        key, mixed, small = (launcher.pick(*size, False, False) for size in ((5, 5), (8, 300), (1, 1)))
+        assert not launcher.observe(mixed, False, sent=0.001, ran=0.010), "no graph will come of these"
+        launcher.observe(small, True, sent=0.001, ran=0.010)
+        assert not launcher.observe(small, True, sent=0.001, ran=0.020)
+        assert launcher.observe(key, False, sent=0.020, ran=0.015)
+        assert not launcher.observe(key, False, sent=0.010, ran=0.010), "nothing was lost"
+        for ran in (0.0101, 0.0105, 0.012, 0.02):
+            told = 0
+            launcher._lost.clear()
+            while not launcher._repays(key) and told < 1000:
+                told += launcher.observe(key, False, sent=0.001, ran=ran)
+            assert told <= 0.1 / (0.1 * ran) + 1
+        launcher._capturing_failed = "out of memory"
+        assert not launcher.observe(key, False, sent=0.020, ran=0.015)
+
     def test_idle_moments_take_what_lost_most_one_at_a_time(self):
         launcher, captured = self.launcher(True)
         keys = [launcher.pick(rows, rows, False, False) for rows in (4, 8, 16, 32)]

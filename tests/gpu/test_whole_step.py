@@ -299,11 +299,15 @@ def test_the_chain_serves_until_the_kernel_is_compiled(fake_step):
 
 def test_drafts_behind_long_contexts_are_for_the_chain(fake_step):
     kernel = kernel_of(FakeBuild())  # a token has 32 KiB of keys and values
-    spans = np.array([[0, 1], [4000, 4000], [4, 4], [3, 3]], np.int32)
-    plan = StepPlan(0, spans=spans, yields=np.ones(2, bool))
-    assert not kernel.too_far(plan)
-    spans[1] = 4100
-    assert kernel.too_far(StepPlan(0, spans=spans, yields=np.ones(2, bool)))
+
+    def too_far(start, length):
+        spans = np.array([[0, 1], [start, start], [length, length], [length - 1, length - 1]], np.int32)
+        return kernel.too_far(StepPlan(0, spans=spans, yields=np.ones(2, bool)))
+
+    assert not too_far(8200, 2), "there is no kernel yet"
+    assert kernel.arrives()
+    assert not too_far(8000, 2) and too_far(8200, 2)
+    assert not too_far(8200, 3), "so many tokens are not for the kernel, however far they look back"
 
 
 @pytest.mark.parametrize("where", ["compiler", "launch"])

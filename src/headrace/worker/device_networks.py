@@ -231,7 +231,11 @@ class DeviceDraftRunner(DraftFollower):
     """A draft model on the GPU."""
 
     def __init__(self, model: CutModel, passes: Passes, layout: KVLayout, max_len: int):
-        super().__init__(layout, passes.cache, passes.table.host, min(max_len, model.spec.max_position), CATCH_UP)
+        # of the two tokens that `follow` runs the first was mostly run before: its window is to be there still
+        kept = replace(
+            layout, groups=tuple(replace(g, window=None if g.window is None else g.window + 1) for g in layout.groups)
+        )
+        super().__init__(kept, passes.cache, passes.table.host, min(max_len, model.spec.max_position), CATCH_UP)
         self.model = model
         self.sender = passes
         self._sent: dict[int, int] = {}  # row -> known tokens that the GPU has
@@ -360,6 +364,7 @@ class DeviceDraftProposer:
         """See CombinedProposer."""
         return self.runner.sender.num_captures
 
+    @torch.inference_mode()
     def idle(self) -> bool:
         """See CombinedProposer."""
         return self.runner.sender.idle()

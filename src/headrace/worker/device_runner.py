@@ -177,9 +177,7 @@ class DeviceRunner:
         observe = None
         if could is not None and RUNTIME.loaded == made[0]:
             observe = partial(self.launcher.observe, could, key is not None)
-        warming = (RUNTIME.loaded, self.launcher.counts.captures) != made or (
-            could is not None and key is None and self.launcher.captures_more
-        )
+        warming = (RUNTIME.loaded, self.launcher.counts.captures) != made
         pending = PendingStep(plan, slot, plan.yields & ~hosted, time.perf_counter() - started, observe, warming)
         self._pending.append(pending)
         if self._speculation is None and any_hosted:

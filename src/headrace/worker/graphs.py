@@ -39,6 +39,7 @@ AT_START = 16  # rows up to which graphs are captured before the first request, 
 HITS_TO_CAPTURE = 2  # of keys of whose steps nobody tells how long they took
 FIRST_COST = 0.1  # seconds that a capture is taken to need before one was made
 IDLE_SHARE = 0.1  # of a capture's cost, that has to be lost before one is made in an idle moment
+CLEARLY = 0.1  # of a step: a graph that would save less changes little of what its steps take
 HOST_BOUND = 0.8  # sending took so much of the time that the GPU took, or more: the host is what a step waits for
 
 
@@ -150,11 +151,6 @@ class Graphs(Generic[K]):
         self._graphs.clear()
         self.enabled = False
 
-    @property
-    def captures_more(self) -> bool:
-        """Whether what has no graph yet may have one later."""
-        return self._capturing and self._capturing_failed is None
-
     def forget(self, stale: Callable[[K], bool]) -> None:
         """Drop graphs that are to be captured anew; no step may be in flight."""
         self._graphs = {key: graph for key, graph in self._graphs.items() if not stale(key)}
@@ -264,19 +260,21 @@ class GraphLauncher(Graphs[GraphKey]):
                 if size <= AT_START and self._capturing_failed is None and key not in self._graphs:
                     self._capture(key)
 
-    def observe(self, key: GraphKey, replayed: bool, sent: float, ran: float) -> None:
-        """A step that a graph could have served, or did, took the host `sent` seconds to send, the GPU `ran` to run."""
+    def observe(self, key: GraphKey, replayed: bool, sent: float, ran: float) -> bool:
+        """A step that a graph could have served, or did, took the host `sent` seconds to send, the GPU `ran` to run.
+        Whether such steps will clearly take less: there will be a graph, since so much is lost that it repays soon."""
         kind = (key.decodes, key.short)
         if replayed:
             least = self._least.setdefault(kind, {})
             least[key.num_tokens] = min(ran, least.get(key.num_tokens, ran))
-            return
+            return False
         if not (key.decodes or key.short) and sent <= HOST_BOUND * ran:
-            return
+            return False
         smaller = (least for size, least in self._least.get(kind, {}).items() if size <= key.num_tokens)
         loss = max(0.0, max(sent, ran) - max(smaller, default=0.0))
         self._lost[key] = self._lost.get(key, 0.0) + loss
         self.counts.lost_seconds += loss
+        return self._capturing and self._capturing_failed is None and loss > CLEARLY * max(sent, ran)
 
     @property
     def cost(self) -> float:

@@ -46,11 +46,11 @@ class PendingStep:
         slot: Slot,
         yielding: np.ndarray,
         prepare: float,
-        observe: Callable[[float, float], None] | None,
+        observe: Callable[[float, float], bool] | None,
         warming: bool = False,
     ):
-        """`observe` is told the seconds that sending the step took, and that running it took. `warming`: see
-        StepResult."""
+        """`observe` is told the seconds that sending the step took, and that running it took, and says whether later
+        ones will take less; `warming`: it is known that they will, see StepResult."""
         self._plan, self._slot, self._yielding, self._prepare = plan, slot, yielding, prepare
         self._warming = warming
         self._observe = observe
@@ -77,7 +77,7 @@ class PendingStep:
             slot.finished.synchronize()
             waited = slot.started.elapsed_time(slot.finished) / 1e3
             if self._observe is not None:
-                self._observe(self._prepare / runs, waited / runs)
+                self._warming |= self._observe(self._prepare / runs, waited / runs)
         plan = self._plan
         drawn = slot.host[:runs, : plan.num_spans]
         each = drawn[:, :, 0]  # of every run

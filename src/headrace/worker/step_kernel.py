@@ -96,7 +96,7 @@ class StepKernel:
             self._limit, self._whole = min(self._limit, whole.most_rows), whole
         except (BuildError, RuntimeError, ValueError) as error:
             self._build, self.failure = None, str(error)
-            print(f"headrace: no kernel for whole decode steps: {error}", file=sys.stderr)
+            print(f"headrace: no kernel for whole steps: {error}", file=sys.stderr)
             return False
         return True
 
@@ -115,6 +115,8 @@ class StepKernel:
     def too_far(self, plan: StepPlan) -> bool:
         """Whether contexts are so long that tokens of a span had better read them together, which the kernel does not:
         each reads all of it."""
+        if self._whole is None or plan.num_tokens > self._limit:
+            return False  # no step for it: graphs of one size need not be of two kinds
         return bool(plan.lengths @ plan.starts * self._context_bytes > _MOST_CONTEXT)
 
     def logits(self, batch: DeviceBatch) -> torch.Tensor:
