@@ -257,7 +257,7 @@ class TestGraphs:
 
     def test_steps_are_not_said_to_become_faster_for_ever(self):
         """Each that is said to has lost a good part of its time, so after a few its graph repays."""
-        launcher, captured = self.launcher(True)
+        launcher, _ = self.launcher(True)
         launcher._costs.extend([0.1] * 9)
         key, mixed, small = (launcher.pick(*size, False, False) for size in ((5, 5), (8, 300), (1, 1)))
         assert not launcher.observe(mixed, False, sent=0.001, ran=0.010), "no graph will come of these"
