@@ -153,10 +153,12 @@ def test_a_module_of_the_model_itself(models, gpu_engine, held):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("runs", [1, 3])
-def test_a_head_keeps_its_context_where_drafts_are_done_without(models, gpu_engine, monkeypatch, runs):
-    """Its drafts are those of a head that was asked after every step."""
+@pytest.mark.parametrize(("runs", "hosted"), [(1, False), (3, False), (1, True)])
+def test_a_head_keeps_its_context_where_drafts_are_done_without(models, gpu_engine, monkeypatch, runs, hosted):
+    """Its drafts are those of a head that was asked after every step. `hosted`: the host draws for one row."""
     prompts, params = PROMPTS[1:], [each.with_(max_tokens=20) for each in PARAMS[:2]]
+    if hosted:
+        params[1] = params[0].with_(repetition_penalty=1.3)
     options = OPTIONS | {"speculate": "eagle", "draft_model": models["eagle1"]}
     monkeypatch.setattr(HostBound, "runs", lambda self, num_rows: runs)
 
@@ -184,7 +186,7 @@ def test_a_head_keeps_its_context_where_drafts_are_done_without(models, gpu_engi
         assert tokens(llm.generate(prompts, params)) == want
     assert any(not drafting and count > 1 for drafting, count in ways) == (runs > 1)
     wanted, found = places
-    both = found.keys() & wanted.keys()
+    both = {place for place in found.keys() & wanted.keys() if not hosted or place[0] == 0}  # on a GPU 1 drafts freely
     assert len(both) > 4 and {place: found[place] for place in both} == {place: wanted[place] for place in both}
 
 

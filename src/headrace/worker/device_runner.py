@@ -198,7 +198,8 @@ class DeviceRunner:
         if waits:
             return FinishedStep(self._finish(plan, hosted, batch, trees, result))
         if self._speculation is not None:
-            self._speculation.commit(plan, result)
+            told = None if self._features is None else self._features[: plan.num_tokens].clone()
+            self._speculation.commit_late(plan, self._speculation.admissions(plan), told, result)
         else:
             for span in np.flatnonzero(hosted & plan.yields).tolist():
                 for token in result.tokens[span]:
