@@ -259,6 +259,15 @@ def test_text_is_the_same(models, head, running, monkeypatch):
         proposer.runner.check()
 
 
+def test_a_text_whose_beginning_was_found_computed_goes_to_its_end(models):
+    """The head's entries then begin behind that, and would reach beyond the longest text."""
+    options = {"speculate": "eagle", "draft_model": models["eagle1"], "num_draft_tokens": 4, "max_model_len": 64}
+    prompt = list(range(40))
+    with LLM(models["target"], **options) as llm:
+        found = [llm.generate([prompt], GREEDY.with_(max_tokens=24))[0].outputs[0].token_ids for _ in range(2)]
+        assert found[0] == found[1] and llm.engine.ledger.totals.proposers_dropped == 0
+
+
 def test_with_residual_verification_and_with_auto(models):
     for options in ({"verify": "residual", "speculate": "eagle"}, {"speculate": "auto"}):
         with LLM(models["target"], draft_model=models["eagle3"], **options) as llm:

@@ -95,7 +95,7 @@ class CombinedProposer:
         self.seconds = tuple(seconds)
         self.watch(context)
 
-    # -- drafts that a network makes on the GPU behind a step whose tokens nobody has seen (worker/device_eagle.py)
+    # -- drafts that a network makes on the GPU behind a step whose tokens nobody has seen (worker/device_chain.py)
 
     @property
     def follows(self) -> bool:

@@ -113,7 +113,8 @@ class HeadFollower(ABC):
             zip(context.rows.tolist(), known_of, context.limits, strict=True)
         ):
             row = self._rows[number]
-            depth = min(limit, most, self._max_len - (known - row.base))
+            # entries count from `base` on, and drafts are put into the request table, which ends with the text
+            depth = min(limit, most, self._max_len - (known - row.base), context.token_ids.shape[1] - known)
             entries = known - 1 - row.base
             if depth < 1 or entries < 1 or row.next != known - 1 or not row.num_kept:
                 continue

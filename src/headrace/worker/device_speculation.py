@@ -4,7 +4,7 @@ The GPU verifies (ops/triton/step.py): it draws at every position of a span, kee
 and sets the row back by the others. Where drafts come from is decided here, and that needs the tokens: no step follows
 one of such an engine before its result is read. Then the host's table takes in what came of it, proposers are asked,
 and the drafts that the next step verifies go over with its patches, into the table behind the known tokens of their
-rows; those of a head that could follow at once (worker/device_eagle.py) are there already. Steps after which the plan
+rows; of a network that could follow at once (worker/device_chain.py) they are there already. Steps after which the plan
 wants no drafts may overlap; the host's table takes in their tokens when the engine reads them.
 """
 

@@ -30,7 +30,7 @@ INLINE f seen_scores(const Item& item, float* scores, int vectors, int low, int 
 // Scores of a row become weights; their sum in each lane.
 template <int kKv, bool kWhole>
 INLINE f weights_of(const Item& item, float* scores, int vectors, int low, int high, float top) {
-  const f shift = set1(top == -__builtin_inff() ? 0.0f : top);  // nothing seen yet: e^-inf is 0 all the same
+  const f shift = set1(top == -__builtin_inff() ? 0.0f : top);  // nothing seen yet: `keep` hides all below
   f mass = zero();
   for (int v = 0; v < vectors; ++v) {
     f weight = exp(sub(load(scores + v * W), shift));
