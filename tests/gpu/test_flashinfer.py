@@ -73,7 +73,7 @@ def test_steps_without_memory_are_planned_by_our_kernels():
     group = KVGroup((0,), 2, 64, None)
     backend.reserve((group,), 4, 4, meta, 128)
     spans = StepSpans(*(i32([0] * 8, meta) for _ in range(6)), i32([[0] * 8], meta))
-    batch = DeviceBatch(spans, None, i32([0], meta), (i32([[0]], meta),), i32([0], meta), 0, None, 8)
+    batch = DeviceBatch(spans, None, i32([0], meta), (i32([[0]], meta),), i32([0], meta), i32([0], meta), 0, None, 8)
     planned = backend.plan(batch, 0, group)
     assert type(planned) is TritonMeta
 
