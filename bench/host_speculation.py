@@ -67,7 +67,7 @@ class Gpu:
             self.ended = None
         return started
 
-    def step(self, runner: Any, batch: Any, warm: bool, cut: bool) -> None:
+    def step(self, runner: Any, batch: Any, warm: bool, cut: bool, *kernel: Any) -> None:
         started = self.launch()
         drawn, count = runner._drawn.numpy(), int(batch.spans.num_rows[0])
         drawn[:count, 0] = self.random.integers(10, 10 + WORDS, count)
