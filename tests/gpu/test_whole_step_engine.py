@@ -42,8 +42,7 @@ def run(model, step_kernel, prompts, speculate="off", **options):
     with LLM(model, step_kernel=step_kernel, speculate=speculate, **OPTIONS, **options) as llm:
         engine = llm.engine
         kernels = [engine._worker.step_kernel]
-        for proposer in engine._worker.proposer._proposers.values() if speculate == "draft" else ():
-            kernels.append(proposer.runner.sender._step_kernel)
+        kernels += [engine._worker.proposer.step_kernel] if speculate == "draft" else []
         while any(kernel.state[0] == "being compiled" for kernel in kernels):
             engine.core.idle()
         assert all((kernel.state[0] == "up to 8 tokens") == (step_kernel == "on") for kernel in kernels)

@@ -26,13 +26,6 @@ from tiny import EOS, write_tiny_llama  # noqa: E402
 FACTS = {"model": "tiny"}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return str(write_tiny_llama(tmp_path_factory.mktemp("own") / "model", layers=2))

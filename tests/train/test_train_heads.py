@@ -32,13 +32,6 @@ SETTINGS = TrainArgs(
 GREEDY = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return str(write_tiny_llama(tmp_path_factory.mktemp("train") / "model", layers=3))

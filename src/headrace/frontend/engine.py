@@ -107,8 +107,10 @@ class Engine:
                 or ("as asked" if args.attention_backend else "the first choice on this device"),
             )
         )
-        if (kernel := getattr(self._worker, "step_kernel", None)) is not None:
-            self.choices.append(Choice("step_kernel", *kernel.state))
+        drafting = getattr(self._worker, "proposer", None)
+        for name, owner in (("step_kernel", self._worker), ("draft_step_kernel", drafting)):
+            if (kernel := getattr(owner, "step_kernel", None)) is not None:
+                self.choices.append(Choice(name, *kernel.state))
         weight_bytes = self._worker.model.weight_bytes
         if (read := getattr(self._worker, "weights_report", None)) is not None:
             self.choices.append(Choice("weights", f"{weight_bytes / 1e9:.2f} GB", f"read by a large step; {read}"))

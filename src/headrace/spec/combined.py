@@ -135,6 +135,11 @@ class CombinedProposer:
         """Graphs that networks on a GPU have made of their passes."""
         return sum(getattr(proposer, "num_captures", 0) for proposer in self._proposers.values())
 
+    @property
+    def step_kernel(self) -> Any:
+        """What became of a kernel for passes of a network on a GPU (worker/step_kernel.py); None: there is none."""
+        return next(filter(None, (getattr(each, "step_kernel", None) for each in self._proposers.values())), None)
+
     def idle(self) -> bool:
         """No step is in flight: take what was compiled meanwhile for networks on a GPU. Whether there was something."""
         return any([getattr(proposer, "idle", lambda: False)() for proposer in self._proposers.values()])

@@ -121,7 +121,7 @@ class Passes:
         # residual verification accepts nodes by the model's probability: the likeliest tokens are drafted
         self._greedy = residual and config.draft_tree > 0
         graphs = config.graphs and not self._distributions and not (parallel and config.draft_tree)
-        self._step_kernel, kernel = step_kernel, None
+        self.step_kernel, kernel = step_kernel, None
         if step_kernel is not None and isinstance(model, CutModel):
             kernel = step_kernel.kernel(model.model, self.cache, model.vocab_size)
         self._runner = ChainRunner(
@@ -223,8 +223,8 @@ class Passes:
     def close(self) -> None:
         """See DeviceRunner."""
         self._runner.close()
-        if self._step_kernel is not None:
-            self._step_kernel.stop()
+        if self.step_kernel is not None:
+            self.step_kernel.stop()
 
 
 class DeviceDraftRunner(DraftFollower):
@@ -363,6 +363,11 @@ class DeviceDraftProposer:
     def num_captures(self) -> int:
         """See CombinedProposer."""
         return self.runner.sender.num_captures
+
+    @property
+    def step_kernel(self) -> StepKernelChoice | None:
+        """See CombinedProposer."""
+        return self.runner.sender.step_kernel
 
     @torch.inference_mode()
     def idle(self) -> bool:
