@@ -66,7 +66,8 @@ def run(model, params=PARAMS, prompts=PROMPTS, **options):
     """Tokens, and (drafts verified, accepted)."""
     with LLM(model, **{**OPTIONS, **options}) as llm:
         told = [choice.option for choice in llm.engine.choices]
-        assert ("draft_step_kernel" in told) == (options["speculate"] == "draft" and options["device"] == "cuda")
+        drafts_by_model = options["speculate"] in ("draft", "auto") and options["device"] == "cuda"
+        assert ("draft_step_kernel" in told) == drafts_by_model
         found = tokens(llm.generate(prompts, params))
         llm.engine.core.scheduler.check()
         for proposer in llm.engine._worker.proposer._proposers.values():
