@@ -1,8 +1,8 @@
 """Where a step's time goes on a CPU: each kind of native call, and what is left to Python, numpy and the sampler.
 
-    python bench/cpu_phases.py [--model smollm2-135m] [--paths avx512 amx] [--threads 2] [--json FILE]
+    python bench/cpu_phases.py [--model smollm2-135m] [--paths avx512 amx] [--threads 2] [--batch 8 32] [--json FILE]
 
-Two steps, for each code path in turns and in a process of its own: 32 requests that decode behind prompts of 128
+Steps for each code path in turns and in a process of its own: some requests that decode behind prompts of 128
 tokens, and a prefill of 1,024 tokens. Steps are run call by call, which they are not otherwise (they are replayed as
 one call): `replayed` is such a step's time as ever. The least of `--runs` runs counts: what else a machine does only
 adds.
@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +27,18 @@ from headrace import LLM
 from headrace.bench.measure import random_prompts, run_batch
 from headrace.bench.results import write_results
 from headrace.bench.shapes import write_shape
-from headrace.ops.native.library import library
+from headrace.ops.native.library import available_paths, library
 from headrace.sampling.params import SamplingParams
 from headrace.worker import recorded
 
-BATCH, CONTEXT, STEPS, PREFILL = 32, 128, 24, 1024
+CONTEXT, STEPS, PREFILL = 128, 24, 1024
 
 
 class Phases:
     """An engine whose native calls are timed, by kind."""
 
-    def __init__(self, model: str, threads: int):
-        options: dict[str, Any] = {"device": "cpu", "num_threads": threads, "max_num_seqs": BATCH}
+    def __init__(self, model: str, threads: int, most: int):
+        options: dict[str, Any] = {"device": "cpu", "num_threads": threads, "max_num_seqs": most}
         with tempfile.TemporaryDirectory() as folder:
             if model == "dummy":
                 model, options["quantize"] = write_shape("smollm2-135m", Path(folder)), "q4"
@@ -67,11 +68,11 @@ class Phases:
         recorded.MAX_TOKENS = 0 if wanted else 256
         self.spent.clear()
 
-    def _decode(self, timed: bool) -> float:
-        """Seconds of a step of BATCH requests."""
+    def _decode(self, batch: int, timed: bool) -> float:
+        """Seconds of a step of `batch` requests."""
         engine, warm = self.llm.engine, 4
         params = SamplingParams(temperature=0.0, max_tokens=STEPS + warm + 4, ignore_eos=True)
-        prompts = random_prompts(self.vocab_size, BATCH, CONTEXT)
+        prompts = random_prompts(self.vocab_size, batch, CONTEXT)
         self._time_calls(timed)
         outputs = [engine.submit(prompt, params, cache_salt=str(time.time())) for prompt in prompts]
         while not all(output.outputs[0].token_ids for output in outputs):
@@ -102,10 +103,10 @@ class Phases:
         parts: dict[str, float] = {**self.spent, "python, numpy, sampler": seconds - native, "in all": seconds}
         return {kind: round(value * 1e3, 3) for kind, value in parts.items()}
 
-    def decode(self) -> dict[str, float]:
+    def decode(self, batch: int) -> dict[str, float]:
         """Milliseconds of a decode step by kind."""
-        replayed = self._decode(False)
-        return {**self._table(self._decode(True)), "replayed": round(replayed * 1e3, 3)}
+        replayed = self._decode(batch, False)
+        return {**self._table(self._decode(batch, True)), "replayed": round(replayed * 1e3, 3)}
 
     def prefill(self) -> dict[str, float]:
         """Milliseconds of a prefill by kind."""
@@ -113,11 +114,12 @@ class Phases:
         return {**self._table(self._prefill(True)), "replayed": round(replayed * 1e3, 3)}
 
 
-def measure(model: str, threads: int, runs: int) -> dict[str, Any]:
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """The tables of this process's path: of each step the run that took least."""
-    phases = Phases(model, threads)
+    runs, phases = arguments.runs, Phases(arguments.model, arguments.threads, max(arguments.batch))
     found: dict[str, Any] = {}
-    for name, run in ((f"decode {BATCH}", phases.decode), (f"prefill {PREFILL}", phases.prefill)):
+    steps = {f"decode {batch}": partial(phases.decode, batch) for batch in arguments.batch}
+    for name, run in {**steps, f"prefill {PREFILL}": phases.prefill}.items():
         run()
         found[name] = min((run() for _ in range(runs)), key=lambda table: table["in all"])
     return found
@@ -127,6 +129,7 @@ def of_path(path: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """measure() in a process on code path `path`."""
     command = [sys.executable, __file__, "--child", "--model", arguments.model]
     command += ["--threads", str(arguments.threads), "--runs", str(arguments.runs)]
+    command += ["--batch", *map(str, arguments.batch)]
     environment = {**os.environ, "HEADRACE_NATIVE_PATH": path}
     text = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
     return dict(json.loads(text.splitlines()[-1]))
@@ -135,16 +138,18 @@ def of_path(path: str, arguments: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--paths", nargs="+", default=["avx512", "amx"])
+    parser.add_argument("--paths", nargs="+", default=None, help="those of avx512 and amx that run here")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--batch", nargs="+", type=int, default=[8, 32], metavar="N", help="requests of a step")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--turns", type=int, default=2, help="processes of each path")
     parser.add_argument("--json", metavar="FILE", help="write a results file")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
-        print(json.dumps(measure(arguments.model, arguments.threads, arguments.runs)))
+        print(json.dumps(measure(arguments)))
         return
+    arguments.paths = arguments.paths or [path for path in ("avx512", "amx") if path in available_paths()]
     best: dict[str, dict[str, dict[str, float]]] = {}
     for _ in range(arguments.turns):
         for path in arguments.paths:

@@ -83,7 +83,7 @@ Tokens16 quantized_tokens(const float* x, ptrdiff_t x_stride, int tokens, int k)
   out.q = reinterpret_cast<int16_t*>(memory.data());
   out.sums = memory.data() + count * static_cast<size_t>(k) / 2;
   out.scales = out.sums + count * blocks * 4;
-  ranges(tokens, static_cast<int64_t>(tokens) * k * 4, [&](int64_t first, int64_t last) {
+  ranges(tokens, static_cast<int64_t>(tokens) * k, [&](int64_t first, int64_t last) {
     for (int64_t t = first; t < last; ++t)
       kernels->quantize16(x + t * x_stride, k, static_cast<int>(t), tokens, out);
   });
@@ -99,7 +99,7 @@ Tokens8 tokens_in_bytes(const float* x, ptrdiff_t x_stride, int tokens, int k) {
   out.q = reinterpret_cast<int8_t*>(memory.data());
   out.sums = memory.data() + count * blocks * words;
   out.scales = out.sums + count * blocks * 4;
-  ranges(tokens, static_cast<int64_t>(tokens) * k * 4, [&](int64_t first, int64_t last) {
+  ranges(tokens, static_cast<int64_t>(tokens) * k, [&](int64_t first, int64_t last) {
     for (int64_t t = first; t < last; ++t)
       kernels->quantize_int8(x + t * x_stride, k, static_cast<int>(t), tokens, out);
   });

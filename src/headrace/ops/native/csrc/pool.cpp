@@ -4,7 +4,7 @@
 //
 // Every share is one atomic word (job number, end, next chunk). Taking a chunk is a compare-and-swap of the whole word,
 // so a thread that comes late cannot take from a job it has not seen: the number would differ. The job's function and
-// context are read only after a chunk has been taken, and a job cannot end before that chunk is done.
+// context are read only after a chunk has been taken, and a job cannot end before that chunk is done and reported.
 //
 // Between jobs a thread spins for some tens of microseconds, about as long as the gap between two operations of a step,
 // then sleeps on a condition variable.
@@ -124,20 +124,23 @@ class Pool {
     }
   }
 
+  // What a thread has done it reports once: every report moves a cache line from one core to another.
   void take_chunks(int self, uint64_t job) {
+    int done = 0;
     for (int turn = 0; turn < num_threads_; ++turn) {
       Share& share = shares_[(self + turn) % num_threads_];
       uint64_t word = share.word.load(std::memory_order_acquire);
       while (word >> 40 == job && (word & kField) < (word >> 20 & kField)) {
         if (!share.word.compare_exchange_weak(word, word + 1, std::memory_order_acq_rel)) continue;
         work_.load(std::memory_order_relaxed)(context_.load(std::memory_order_relaxed), static_cast<int>(word & kField));
-        // The last chunk's thread wakes the caller, if it has gone to sleep.
-        if (left_.fetch_sub(1, std::memory_order_seq_cst) == 1 && waiting_.load(std::memory_order_seq_cst)) {
-          { const std::lock_guard<std::mutex> lock(mutex_); }
-          finished_.notify_one();
-        }
+        ++done;
         word = share.word.load(std::memory_order_acquire);
       }
+    }
+    // The thread that reports the last chunk wakes the caller, if it has gone to sleep.
+    if (done > 0 && left_.fetch_sub(done, std::memory_order_seq_cst) == done && waiting_.load(std::memory_order_seq_cst)) {
+      { const std::lock_guard<std::mutex> lock(mutex_); }
+      finished_.notify_one();
     }
   }
 
