@@ -105,7 +105,8 @@ class PlanBuilder:
     ) -> StepPlan:
         """The plan, with what has happened to rows since the last one."""
         yields = np.ones(len(self.rows), bool)
-        yields[[span for span, (_, _, yields) in self.others.items() if not yields]] = False
+        if self.others:
+            yields[[span for span, (_, _, yields) in self.others.items() if not yields]] = False
         return StepPlan(
             self.step_id,
             spans=self.spans(),

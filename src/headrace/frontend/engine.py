@@ -135,8 +135,9 @@ class Engine:
             self._num_restored = self.cost.num_observed
             self.ledger = Ledger(facts)
             self._observer = LedgerObserver(
-                self.ledger, work, self.cost, self.config.max_num_seqs, proposers=self.config.proposers
-            )
+                self.ledger, work, self.cost, self.config.max_num_seqs, proposers=self.config.proposers,
+                together=8 if gpu is None else 1,
+            )  # fmt: skip
         limits = SchedulerLimits(
             self.config.max_num_seqs,
             self.config.max_num_batched_tokens,

@@ -7,13 +7,14 @@
     ledger.add_bill(bill)                  # of a request that ended
 
 Rings hold the latest, totals cover the ledger's whole life, and a stream (optional) writes each entry as one line of
-JSON. `NullLedger` takes the same calls and keeps nothing. One thread writes; readers take copies.
+JSON. `NullLedger` takes the same calls and keeps nothing. One thread writes; readers take copies. Who writes may hold
+back some steps, which `settle` brings in before anybody reads.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from os import PathLike
 
@@ -107,11 +108,17 @@ class Ledger:
         self.facts = facts  # raised to what steps reach
         self.measured = facts
         self._lasting = facts
-        self.totals = Totals()
+        self.settle: Callable[[], None] = lambda: None
+        self._totals = Totals()
         self._capacity = capacity
         self._ring: deque[StepRecord] = deque(maxlen=capacity)
         self._bills: OrderedDict[str, Bill] = OrderedDict()
         self._stream = None if stream_path is None else Stream(stream_path)
+
+    @property
+    def totals(self) -> Totals:
+        self.settle()
+        return self._totals
 
     def begin(self, step_id: int) -> OpenStep:
         """Open the record of a step; several may be open at once."""
@@ -130,7 +137,7 @@ class Ledger:
             self._lasting = lasting(self._lasting, work.bytes_total, work.flops_total, device)
             record = record.judged(facts)
         self._ring.append(record)
-        self.totals.add(record)
+        self._totals.add(record)
         if self._stream is not None:
             self._stream.add(record)
 
@@ -141,17 +148,19 @@ class Ledger:
         self._bills[bill.request_id] = bill
         if len(self._bills) > self._capacity:
             self._bills.popitem(last=False)
-        self.totals.add_bill(bill)
+        self._totals.add_bill(bill)
         if self._stream is not None:
             self._stream.add(bill)
 
     def records(self, last: int | None = None) -> list[StepRecord]:
         """The records in the ring, oldest first; only the `last` ones if given."""
+        self.settle()
         records = list(self._ring)
         return records if last is None else records[max(len(records) - last, 0) :]
 
     def bills(self) -> list[Bill]:
         """The bills kept, in the order the requests ended."""
+        self.settle()
         return list(self._bills.values())
 
     def bill(self, request_id: str) -> Bill | None:
@@ -160,6 +169,7 @@ class Ledger:
 
     def __len__(self) -> int:
         """Records in the ring."""
+        self.settle()
         return len(self._ring)
 
     @property
@@ -183,11 +193,13 @@ class Ledger:
 
     def flush(self) -> None:
         """Bring the stream's file up to date."""
+        self.settle()
         if self._stream is not None:
             self._stream.flush()
 
     def close(self) -> None:
         """End the stream and keep the rates that steps reached; rings and totals stay readable."""
+        self.settle()
         if self._lasting is not self.measured:
             remember(self._lasting)
         if self._stream is not None:

@@ -18,10 +18,11 @@ told apart only by other steps; a weak pull to the starting values decides meanw
 Fit: non-negative least squares in relative error with exponential forgetting,
   min  sum_t forget^(now - t) w_t ((x.f_t - seconds_t) / m_t)^2  +  ridge sum_i ((x_i - start_i) / max(start_i, 0.3))^2
 where m_t is the larger of the measured and the then predicted seconds, so that an absurd time counts as an error of 1
-in either direction. Kept as normal equations and improved by a few sweeps of projected coordinate descent a step
-(Franc, Hlavac, Navara 2005). Robust: w_t falls with the square of the log error beyond `_TRUST` times the usual one, a
-running median. So one pause of the machine moves nothing, while a lasting change raises the usual error, is believed
-within some tens of steps, and makes the model forget faster until it fits again.
+in either direction. Kept as normal equations and improved by a few sweeps of projected coordinate descent a step, or
+every eight steps where predictions hold (Franc, Hlavac, Navara 2005). Robust: w_t falls with the square of the log
+error beyond `_TRUST` times the usual one, a running median. So one pause of the machine moves nothing, while a lasting
+change raises the usual error, is believed within some tens of steps, and makes the model forget faster until it fits
+again.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ _FREEDOM = 0.3  # a coefficient that starts lower is pulled no harder than one t
 _SWEEPS = 2
 _TRUST = 4.0
 _WARM_UP = 8  # observations believed in full, while the usual error is not known
+_SETTLED, _TOGETHER = 64, 8  # after so many observations, and while predictions hold, this many are learnt from at once
 _USUAL_STEP = 1.05  # a running median moves by this factor
 _USUAL_RANGE = (0.02, 1.0)
 _LOST = 0.15  # a usual error above this says that the machine or the load is no longer the one that was learnt
@@ -72,6 +74,8 @@ class CostModel:
         self._pull = _RIDGE / np.maximum(self._start, _FREEDOM) ** 2  # diagonal that the ridge adds
         self._normal = np.zeros((len(_START), len(_START)))  # sum of w r r^T over rows r = features / m
         self._target = np.zeros(len(_START))  # sum of w r seconds / m
+        # forget, w, r, seconds / m of observations that are not in the sums yet
+        self._waiting: list[tuple[float, float, list[float], float]] = []
 
     @property
     def coefficients(self) -> dict[str, float]:
@@ -140,12 +144,24 @@ class CostModel:
         self.num_observed += 1
 
         scale = max(predicted, seconds)
-        row = np.array(features) / scale
-        forget = min(self.forget, _FORGET_LOST) if self._usual > _LOST else self.forget
-        self._normal *= forget
-        self._normal += np.outer(weight * row, row)
-        self._target *= forget
-        self._target += (weight * seconds / scale) * row
+        lost = self._usual > _LOST
+        forget = min(self.forget, _FORGET_LOST) if lost else self.forget
+        self._waiting.append((forget, weight, [value / scale for value in features], seconds / scale))
+        if lost or self.num_observed <= _SETTLED or len(self._waiting) >= _TOGETHER:
+            self._learn()
+
+    def _learn(self) -> None:
+        """Take what waits into the sums, and improve the fit."""
+        kept, (forgets, weights, rows, goals) = 1.0, zip(*self._waiting, strict=True)
+        weighed = []
+        for forget, weight in zip(reversed(forgets), reversed(weights), strict=True):
+            weighed.append(weight * kept)  # what is left of it after those behind it
+            kept *= forget
+        self._waiting.clear()
+        each = np.array(rows)
+        by_weight = each * np.array(weighed[::-1])[:, None]
+        self._normal = self._normal * kept + by_weight.T @ each
+        self._target = self._target * kept + np.array(goals) @ by_weight
         self._improve()
 
     def _trust(self, ratio: float) -> float:
@@ -180,6 +196,8 @@ class CostModel:
 
     def save(self, name: str) -> bool:
         """Keep the fit for this machine and `name` (a model and how it is loaded). False when it cannot be written."""
+        if self._waiting:
+            self._learn()
         value = {
             **self._identity(name),
             "coefficients": self._coefficients,
@@ -211,6 +229,7 @@ class CostModel:
         if not np.isfinite(values).all() or (values < 0).any() or num_observed < 0:
             return False
         self._coefficients, self._normal, self._target = coefficients.tolist(), normal, target
+        self._waiting.clear()
         self._usual = min(max(usual, _USUAL_RANGE[0]), _USUAL_RANGE[1])
         self.num_observed = num_observed
         return True

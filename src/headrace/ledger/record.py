@@ -129,7 +129,7 @@ class StepRecord:
     times: StageTimes  # the worker's stages
     commit: float
     total: float  # wall seconds that the step added
-    predicted: float  # of `total`, said before the step ran; 0: no prediction was made
+    predicted: float  # of `total`, said before the step was learnt from; 0: no prediction was made
     judgement: Judgement
     decisions: tuple[Decision, ...] = ()
     refusals: tuple[str, ...] = ()  # "request 7 not admitted: needs 12 blocks, 3 free"

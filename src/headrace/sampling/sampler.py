@@ -139,11 +139,11 @@ class Sampler:
         return chosen, (drafts >= 0) & (drafts == chosen)
 
     def sample(
-        self, logits: Array, batch: SamplingBatch, spans: np.ndarray, num_spans: int, drafts: np.ndarray
+        self, logits: Array, batch: SamplingBatch, spans: np.ndarray, num_spans: int, drafts: np.ndarray | None
     ) -> Sampled:
         """Tokens of each span. `spans` int32 [L] names the span of each row of logits (ascending, a span's rows in
         order of position); `drafts` int32 [L] is the draft that follows each position, -1 for none and in trees, which
-        `batch` describes.
+        `batch` describes; None: each span has one position, and no draft.
 
         A span ends before the first position where nothing can be drawn; it is in error if that is its first one.
         With drafts, a later such position is met again, as a first one, by the step that follows.
@@ -151,14 +151,18 @@ class Sampler:
         if not logits.shape[0]:
             return Sampled(np.full((num_spans, 1), -1, np.int32), np.zeros(num_spans, np.int32), {})
         plain = batch.is_plain
+        if plain and len(spans) == num_spans and batch.trees is None and (drafts is None or int(drafts.max()) < 0):
+            chosen_dev, scores_dev, _ = self.draw(logits, batch)
+            if np.isfinite(np.asarray(scores_dev)).all():
+                return Sampled(np.asarray(chosen_dev).astype(np.int32)[:, None], np.ones(num_spans, np.int32), {})
+        if drafts is None:
+            drafts = np.full(num_spans, -1, np.int32)
         reported = np.flatnonzero(batch.table.logprobs[batch.rows] >= 0) if not plain else np.zeros(0, np.int64)
         untouched = logits[reported]  # a copy: the stages overwrite the logits
         chosen_dev, scores_dev, staged = self.draw(logits, batch)
         chosen, scores = np.asarray(chosen_dev), np.asarray(scores_dev)
         drawn = np.isfinite(scores)
         whole = bool(drawn.all())
-        if plain and whole and len(spans) == num_spans and int(drafts.max()) < 0 and batch.trees is None:
-            return Sampled(chosen.astype(np.int32)[:, None], np.ones(num_spans, np.int32), {})  # a plain decode step
         first = np.searchsorted(spans, spans)  # index of the first row of each row's span
         chosen, agreed = self.judge(chosen, drawn, staged, batch, spans, drafts)
         # a position counts if every one before it in its span was drawn and agreed with the draft

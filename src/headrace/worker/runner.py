@@ -68,11 +68,14 @@ class ModelRunner:
         t2 = time.perf_counter()
         logits = self._model.logits(hidden[batch.logit_index])
         t3 = time.perf_counter()
-        rows, positions = batch.rows[batch.logit_span], batch.positions[batch.logit_index] + 1
+        rows, positions, drafts = batch.rows, batch.seq_lens, None
+        if plan.num_decodes != plan.num_spans:
+            rows, positions = rows[batch.logit_span], batch.positions[batch.logit_index] + 1
         sampling = SamplingBatch(self._table.sampling, rows, positions, self._table.token_ids, trees=tree_rows(batch))
-        drafts = self._drafts(batch, sampling)
+        if plan.num_decodes != plan.num_spans:
+            drafts = self._drafts(batch, sampling)
         sampled = self._sampler.sample(logits, sampling, batch.logit_span, batch.num_spans, drafts)
-        prompt_logprobs = self._prompt_logprobs(batch, hidden)
+        prompt_logprobs = self._prompt_logprobs(batch, hidden) if len(batch.prompt_index) else {}
         damaged = {span: DAMAGED for span, entries in prompt_logprobs.items() if not all(entries)}
         order = None
         if batch.parents is not None:
@@ -80,7 +83,10 @@ class ModelRunner:
             order = keep_paths(batch, sampled.taken, self._cache, self._backend, layers)
         self._table.commit(plan, sampled)
         t4 = time.perf_counter()
-        num_drafts, sources, values = self._propose(plan, batch, np.concatenate(tapped, 1) if tapped else hidden, order)
+        num_drafts, sources, values = list[int](), list[int](), dict[int, list[float]]()
+        if self._proposer.names:
+            made = np.concatenate(tapped, 1) if tapped else hidden
+            num_drafts, sources, values = self._propose(plan, batch, made, order)
         tokens = [row[:count] for row, count in zip(sampled.tokens.tolist(), sampled.counts.tolist(), strict=True)]
         return StepResult(
             plan.step_id,

@@ -47,7 +47,7 @@ class RequestTable:
         rows, counts = plan.rows, sampled.counts
         known, last = self.num_tokens[rows], self.token_ids.shape[1] - 1
         if sampled.tokens.shape[1] == 1 and counts.all():
-            self.num_computed[rows] += plan.lengths - plan.num_drafts
+            self.num_computed[rows] += 1 if plan.num_decodes == plan.num_spans else plan.lengths - plan.num_drafts
             self.token_ids[rows, np.minimum(known, last)] = sampled.tokens[:, 0]
         else:
             self.num_computed[rows] += plan.lengths - np.where(counts > 0, plan.num_drafts + 1 - counts, 0)
