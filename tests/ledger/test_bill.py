@@ -93,12 +93,12 @@ class Watch(LedgerObserver):
 
 def engine(
     *, rows: int = 4, budget: int = 16, blocks: int = 24, depth: int = 1, caching: bool = True, seed: int = 0,
-    cost: type[CostModel] = CostModel,
+    cost: type[CostModel] = CostModel, together: int = 1,
 ) -> tuple[EngineCore, Watch, Clock]:  # fmt: skip
     clock, draw = Clock(), random.Random(seed)
     layout = KVLayout((KVGroup((0,), 1, 4),), block_size=4, num_blocks=blocks)
     scheduler = Scheduler(SchedulerLimits(rows, budget, 64), KVCacheManager(layout, caching))
-    watch = Watch(Ledger(FACTS), MODEL, cost(FACTS), rows, clock)
+    watch = Watch(Ledger(FACTS), MODEL, cost(FACTS), rows, clock, together=together)
     return EngineCore(scheduler, SlowRunner(4, clock, draw), depth, watch), watch, clock
 
 
@@ -116,7 +116,7 @@ def test_bills_sum_to_the_wall_time_under_random_schedules(seed: int) -> None:
     draw = random.Random(seed)
     core, watch, clock = engine(
         rows=draw.choice((1, 2, 4)), budget=draw.choice((4, 9, 16)), blocks=draw.choice((10, 14, 24)),
-        depth=draw.choice((1, 2, 3)), caching=draw.random() < 0.5, seed=seed,
+        depth=draw.choice((1, 2, 3)), caching=draw.random() < 0.5, seed=seed, together=1 + seed % 5,
     )  # fmt: skip
     prompts, alive, aborted = {}, [], {}
     for index in range(30):
@@ -158,6 +158,26 @@ def test_bills_sum_to_the_wall_time_under_random_schedules(seed: int) -> None:
         assert (bill.prompt_tokens, bill.preemptions) == (len(prompt), request_.num_preemptions)
         assert bill.preemptions or bill.recomputed_tokens == bill.preempted == 0
         assert (bill.first_token is not None) == (bill.output_tokens > 0)
+
+
+def test_steps_that_are_dealt_with_together_are_told_as_each_by_itself() -> None:
+    told = []
+    for together in (1, 6):
+        core, watch, clock = engine(depth=2, together=together)
+        for index in range(5):
+            core.add(request(f"r{index}", [1, 2, 3 + index] * (2 + index), 9 + 4 * index, clock))
+        seen = []  # what a reader sees after each step
+        while core.has_work:
+            core.step()
+            seen.append((watch.ledger.totals.steps, len(watch.ledger.records())) if len(seen) % 3 == 0 else None)
+        records = [
+            replace(each, started_at=0.0, commit=0.0, total=round(each.total, 4), judgement=None)  # real times out
+            for each in watch.ledger.records()
+        ]
+        told.append((seen, records, [replace(each, started_at=0.0) for each in watch.ledger.bills()]))
+    for first, second in zip(*told, strict=True):
+        assert [str(each) for each in first] == [str(each) for each in second]
+    assert len(told[0][1]) > 20 and len(told[0][2]) == 5
 
 
 def test_one_request_alone_pays_for_itself() -> None:

@@ -151,3 +151,26 @@ def test_bad_fits_are_not_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("HEADRACE_HOME", str(tmp_path / "file"))
     assert not model.save("tiny") and not model.restore("tiny")
+
+
+def test_learning_from_several_steps_at_once_comes_to_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    models = []
+    for together in (1, 8):
+        monkeypatch.setattr("headrace.ledger.cost._TOGETHER", together)
+        rng, model = np.random.default_rng(3), CostModel(FACTS)
+        for work in steps(rng, 600):
+            model.observe(work, truth(roofline, work) * math.exp(0.02 * rng.standard_normal()))
+        models.append(model)
+    each, eight = models
+    assert each.num_observed == eight.num_observed == 600
+    for work in steps(np.random.default_rng(4), 50):
+        assert eight.predict(work) == pytest.approx(each.predict(work), rel=0.02)
+
+
+def test_what_waits_to_be_learnt_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.ledger.cost.cache_dir", lambda: tmp_path)
+    rng, model, other = np.random.default_rng(5), CostModel(FACTS), CostModel(FACTS)
+    for work in steps(rng, 101):
+        model.observe(work, truth(summed, work))
+    assert model._waiting and model.save("some model") and not model._waiting and other.restore("some model")
+    assert other.coefficients == model.coefficients and other.num_observed == 101
