@@ -16,6 +16,7 @@ from headrace.bench.compare import PeerChoice, Work, compare, describe, limit_sh
 from headrace.bench.hf_export import write_hf_folder
 from headrace.bench.measure import random_prompts, run_batch
 from headrace.bench.peer import SCRIPT, Peer, PeerError
+from headrace.bench.start import own_start
 from headrace.cli.main import main
 from headrace.loading.checkpoint import open_checkpoint
 from tiny import write_tiny_llama
@@ -173,3 +174,20 @@ def test_bad_comparisons_are_one_line(folder, capsys, options, words):
     assert main(["bench", "compare", "-m", str(folder), "--runs", "1", *options]) == 2
     err = capsys.readouterr().err.splitlines()[-1]
     assert words in err and err.startswith("headrace: error: ")
+
+
+def test_starts_of_whole_processes(folder, tmp_path, capsys):
+    file = tmp_path / "start.json"
+    arguments = ["--max-model-len", "128", "--mode", "exact", "--no-prefix-caching"]
+    assert main(["bench", "compare", "-m", str(folder), *arguments, "--peer", FAKE, "--start", "--runs", "1",
+                 "--json", str(file)]) == 0  # fmt: skip
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["case"].split("exact ")[1] for row in rows] == ["start to first token", "peak memory"]
+    first, peak = rows
+    assert first["peer_name"] == "fake 1.0 float32" and first["unit"] == "s" and 0 < first["headrace"] < 30
+    assert peak["unit"] == "MB" and 20 < peak["headrace"] < 2000 and 5 < peak["peer"] < 500
+
+
+def test_a_start_that_fails_is_said(folder):
+    with pytest.raises(RuntimeError, match=r"headrace run failed: .*max_model_len"):
+        own_start(Path(folder), ["--max-model-len=-3"])

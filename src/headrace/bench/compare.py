@@ -92,9 +92,10 @@ def compare(
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     if load > _BUSY:
         tell(f"other programs keep {load:.1f} processors busy; that slows the sides unequally, so trust no ratio")
-    threads = llm.engine.ledger.facts.num_threads if llm.engine.ledger.enabled else 1
+    threads = num_threads(llm)
     with ExitStack() as stack:
-        started = _start(llm.engine.checkpoint, peers, dtype, threads, stack, tell)
+        models = peer_models(llm.engine.checkpoint, peers, stack, tell)
+        started = _start(models, peers, dtype, threads, stack, tell)
         for work in works:
             shares: list[float] = []
             sides: list[Callable[[Sequence[list[int]], int], Timing]] = [
@@ -112,19 +113,19 @@ def compare(
     return rows
 
 
-def _start(
-    checkpoint: LoadedCheckpoint,
-    peers: Sequence[PeerChoice],
-    dtype: str,
-    threads: int,
-    stack: ExitStack,
-    tell: Callable[[str], None],
-) -> list[Peer]:
-    """The peers' processes, with the model loaded."""
-    started = []
+def num_threads(llm: LLM) -> int:
+    """Of the engine, which peers are given as many of."""
+    return llm.engine.ledger.facts.num_threads if llm.engine.ledger.enabled else 1
+
+
+def peer_models(
+    checkpoint: LoadedCheckpoint, peers: Sequence[PeerChoice], stack: ExitStack, tell: Callable[[str], None]
+) -> list[Path]:
+    """What each peer loads; a folder that is written for some of them is gone when `stack` is closed. ValueError where
+    there is nothing that a peer could read."""
+    models = []
     folder: Path | None = None
     for choice in peers:
-        peer = stack.enter_context(Peer(choice.kind, choice.python))
         model, is_gguf = checkpoint.path, isinstance(checkpoint, GGUFCheckpoint)
         if choice.model:
             model = Path(choice.model)
@@ -138,6 +139,22 @@ def _start(
                 temporary = stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-peer-"))
                 folder = write_hf_folder(checkpoint, Path(temporary))
             model = folder
+        models.append(model)
+    return models
+
+
+def _start(
+    models: Sequence[Path],
+    peers: Sequence[PeerChoice],
+    dtype: str,
+    threads: int,
+    stack: ExitStack,
+    tell: Callable[[str], None],
+) -> list[Peer]:
+    """The peers' processes, with the model loaded."""
+    started = []
+    for choice, model in zip(peers, models, strict=True):
+        peer = stack.enter_context(Peer(choice.kind, choice.python))
         tell(f"{choice.kind} loads the model")
         peer.load(model, dtype, threads)
         started.append(peer)

@@ -51,6 +51,11 @@ class Peer:
         self._answers: queue.SimpleQueue[str] = queue.SimpleQueue()
         threading.Thread(target=self._listen, name=f"peer-{kind}", daemon=True).start()
 
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
     def load(self, model: str | Path, dtype: str, threads: int) -> None:
         """Load a model; afterwards `name` tells the peer's version."""
         answer = self._ask({"op": "load", "model": str(model), "dtype": dtype, "threads": threads})

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.cli import bench_serve
-from headrace.cli.options import add_engine_options, add_ledger_option, engine_args, stream_ledger
+from headrace.cli.options import add_engine_options, add_ledger_option, engine_args, engine_flags, stream_ledger
 
 if TYPE_CHECKING:
     from headrace.bench.results import Row
@@ -87,6 +87,9 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
         action="append",
         metavar="N",
         help="N requests queued at once; may be repeated (32, unless others are given)",
+    )
+    compare_parser.add_argument(
+        "--start", action="store_true", help="whole processes: from the command to the first token, and memory at most"
     )
     compare_parser.add_argument("--vs", choices=("vllm", "nobody"), help="the GPU table beside this engine")
     compare_parser.add_argument(
@@ -209,7 +212,7 @@ def _compare_on_gpu(arguments: argparse.Namespace) -> int:
         rows, missing = table_of_logs(setup.model, logs, setup.peer, setup.cold)
     else:
         need_gpu("--vs compares on a GPU")
-        rows = compare_on_gpu(setup, logs, tell=lambda text: print(f"[{text}]", file=sys.stderr))
+        rows = compare_on_gpu(setup, logs, tell=_tell)
     for row in rows:
         print(row.line())
     if missing:
@@ -219,12 +222,16 @@ def _compare_on_gpu(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _tell(text: str) -> None:
+    print(f"[{text}]", file=sys.stderr)
+
+
 def compare(arguments: argparse.Namespace) -> int:
     _check(arguments)
     if arguments.vs:
         return _compare_on_gpu(arguments)
     given = (arguments.decode_batch, arguments.ttft, arguments.offline)
-    decodes, ttfts, offlines = given if any(given) else ([1, 8], [512], [32])
+    decodes, ttfts, offlines = given if any(given) or arguments.start else ([1, 8], [512], [32])
     for name, values in (("decode-batch", decodes), ("ttft", ttfts), ("offline", offlines)):
         if any(value < 1 for value in values or ()):
             raise ValueError(f"--{name} must be at least 1")
@@ -240,6 +247,7 @@ def compare(arguments: argparse.Namespace) -> int:
         raise ValueError(f"{len(arguments.peer)} --peer, but {len(models)} --peer-model: give none, or one for each")
     from headrace.bench.compare import PeerChoice, Work
     from headrace.bench.compare import compare as measure
+    from headrace.bench.start import compare_starts
     from headrace.frontend.llm import LLM
 
     prompt, output = arguments.prompt_len, arguments.output_len
@@ -252,8 +260,12 @@ def compare(arguments: argparse.Namespace) -> int:
         if any(work.kind == "decode" and work.count > rows for work in works):
             raise ValueError(f"a decode batch above max_num_seqs ({rows}) does not run as one; raise --max-num-seqs")
         choices = [PeerChoice(*each) for each in zip(arguments.peer, pythons, models, strict=True)]
-        results = measure(
-            llm, works, choices, runs=arguments.runs, dtype=arguments.peer_dtype,
-            tell=lambda text: print(f"[{text}]", file=sys.stderr),
-        )  # fmt: skip
+        results: list[Row] = []
+        if works:
+            results += measure(
+                llm, works, choices, runs=arguments.runs, dtype=arguments.peer_dtype, tell=_tell
+            )  # fmt: skip
+        if arguments.start:
+            results += compare_starts(llm, choices, options=engine_flags(arguments), runs=arguments.runs,
+                                      dtype=arguments.peer_dtype, tell=_tell)  # fmt: skip
         return _report(arguments, llm, "compare", results)

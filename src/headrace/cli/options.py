@@ -79,6 +79,18 @@ def given_options(cls: type, arguments: argparse.Namespace) -> dict[str, Any]:
     return {each.name: getattr(arguments, each.name) for each in fields(cls) if hasattr(arguments, each.name)}
 
 
+def engine_flags(arguments: argparse.Namespace) -> list[str]:
+    """The engine's options, but for the model, as another command line would give them."""
+    flags: list[str] = []
+    for name, value in given_options(EngineArgs, arguments).items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(f"--{flag}" if value else f"--no-{flag}")
+        elif name != "model":
+            flags += [f"--{flag}={each}" for each in (value if isinstance(value, list) else [value])]
+    return flags
+
+
 def engine_args(arguments: argparse.Namespace) -> EngineArgs:
     """The engine's options as given on the command line."""
     return EngineArgs.make(**given_options(EngineArgs, arguments))
