@@ -7,7 +7,7 @@ cost. A token beyond one a request is worth 1/R of such a step. What drafting co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -22,6 +22,7 @@ _ADVANCE = 0.25  # of a step: what drafting costs beside passes and beyond this 
 _MEMORY = 0.9  # weight of the past in what steps without drafts take
 _ENOUGH = 4  # of them are measured before anything is drafted
 _EVERY = 4  # later, every so many is
+_RESTING = 8  # steps that nothing was drafted in, dealt with at once
 _AGAIN, _SELDOM = 12, 400  # steps with drafts after which one without is made, to see what it takes now; twice as many
 # each time, since engines, caches and clocks warm up
 _CLEARLY = 0.85  # of what is thought: a step that took less is believed at once, for nothing makes a step shorter
@@ -57,6 +58,7 @@ class DraftAccounts:
         self._plain: dict[int, _Plain] = {}  # load -> steps without drafts
         self._latest = _Plain()  # of the load at which one was measured last
         self._verify = VerifyCost()
+        self._rested = (0, 0)  # steps that nothing was drafted in and no budget knows of, and how many requests decoded
 
     @property
     def ready(self) -> bool:
@@ -87,6 +89,11 @@ class DraftAccounts:
         known = known if known.measured >= _ENOUGH else self._latest
         return predicted * known.seconds / self._cost.predict(known.work)
 
+    def _measured(self, num_rows: int) -> float | None:
+        """What steps without drafts took at this load, if any were measured; sooner told than `plain_seconds`."""
+        known = self._plain.get(num_rows.bit_length())
+        return known.seconds if known is not None and known.measured >= _ENOUGH else None
+
     def seconds(self, num_rows: int, work: StepWork, plain: StepWork) -> float:
         """Of a step with drafts, whose work is `work` and would be `plain` without: see VerifyCost."""
         expected, without = self._cost.predict(work), self._cost.predict(plain)
@@ -113,37 +120,66 @@ class DraftAccounts:
         if not num_rows or result.warming:
             return
         seconds, drafting = (result.times.total - result.times.draft) / plan.num_runs, self._drafting(result)
+        self._compare(plan, num_rows, decodes, seconds)
+        if not verified and not any(drafting):
+            count, rows = self._rested
+            if count and rows != num_rows:
+                self._rest()
+            self._rested = self._rested[0] + 1, num_rows
+            if self._rested[0] >= _RESTING:
+                self._rest()
+            return
+        self._rest()
         gained = dict.fromkeys(self._groups, 0.0)
         passed = 1.0
-        self._compare(plan, num_rows, decodes, seconds)
-        if (verified or any(drafting)) and self.ready:
-            decode = self._decode(plan)
-            plain = self.plain_seconds(decode)
-            step = plain if plan.generates else self.plain_seconds(self._without(plan, num_rows))
-            num_drafts = sum(each for each, _ in verified.values())
-            if num_drafts:
-                expected = self._cost.predict(self._work.work(plan.spans, num_rows + num_drafts))
-                usual = plain / self._cost.predict(decode) * expected
-                known = self._verify.known(num_rows, plan.num_tokens) * step
-                measured = min(seconds, max(_PAUSE * step, _HELD_UP * usual))
-                seconds = min(seconds, _HELD_UP * max(usual, known))
-            extra = seconds - step if num_drafts else 0.0
-            passed = 1.0
-            if plan.num_tokens == plan.num_spans + num_drafts and num_drafts:
-                passed = max(1.0, seconds / plain)
-                self._verify.observe(num_rows, plan.num_tokens, measured / step)
-            for source, (count, accepted) in verified.items():
-                gained[self._groups[source]] += accepted / num_rows - extra / plain * count / num_drafts
-            passes = sum(each.seconds for each in result.draft_passes)
-            for source, spent in enumerate(drafting):
-                group = self._groups[source]
-                usual = min(spent, passes + _ADVANCE * plain) if group else min(spent, plain)
-                gained[group] -= usual / plain
-                if group and spent > usual:
-                    self.budget(source, num_rows).invest((spent - usual) / plain)
+        if self.ready and any(count for count, _ in verified.values()):
+            plain, passed = self._gains(plan, num_rows, seconds, verified, gained)
+        elif self.ready:
+            plain = self._measured(num_rows) or self.plain_seconds(self._decode(plan))
+        passes = sum(each.seconds for each in result.draft_passes)
+        for source, spent in enumerate(drafting if self.ready else ()):
+            group = self._groups[source]
+            usual = min(spent, passes + _ADVANCE * plain) if group else min(spent, plain)
+            gained[group] -= usual / plain
+            if group and spent > usual:
+                self.budget(source, num_rows).invest((spent - usual) / plain)
         for group, source in self._sources.items():
             count = sum(each for other, (each, _) in verified.items() if self._groups[other] == group)
             self.budget(source, num_rows).settle(gained[group], passed, count)
+
+    def _gains(
+        self,
+        plan: StepPlan,
+        num_rows: int,
+        seconds: float,
+        verified: Mapping[int, tuple[int, int]],
+        gained: dict[int, float],
+    ) -> tuple[float, float]:
+        """Add to `gained` by group what the step's drafts brought and verifying them cost; (seconds of a step without
+        drafts, how many such steps this one counts for)."""
+        num_drafts = sum(count for count, _ in verified.values())
+        decode = self._decode(plan)
+        plain = self.plain_seconds(decode)
+        step = plain if plan.generates else self.plain_seconds(self._without(plan, num_rows))
+        expected = self._cost.predict(self._work.work(plan.spans, num_rows + num_drafts))
+        usual = plain / self._cost.predict(decode) * expected
+        known = self._verify.known(num_rows, plan.num_tokens) * step
+        measured = min(seconds, max(_PAUSE * step, _HELD_UP * usual))
+        seconds = min(seconds, _HELD_UP * max(usual, known))
+        for source, (count, accepted) in verified.items():
+            gained[self._groups[source]] += accepted / num_rows - (seconds - step) / plain * count / num_drafts
+        if plan.num_tokens != plan.num_spans + num_drafts:
+            return plain, 1.0
+        self._verify.observe(num_rows, plan.num_tokens, measured / step)
+        return plain, max(1.0, seconds / plain)
+
+    def _rest(self) -> None:
+        """Tell the budgets of the steps that nothing was drafted in."""
+        (count, num_rows), self._rested = self._rested, (0, 0)
+        for source in self._sources.values() if count else ():
+            budget = self.budget(source, num_rows)
+            for _ in range(count):
+                budget.settle(0.0, 1.0, 0)
 
     def _drafting(self, result: StepResult) -> Sequence[float]:
         """Seconds that each proposer took."""

@@ -32,6 +32,7 @@ class CombinedProposer:
         self._dropped: list[str] = []  # since the last step was told of them
         self._skipped = 0
         self._resting = True  # networks were not asked by the last call of `propose`
+        self._no_seconds = (0.0,) * len(self.names)
         self.seconds: tuple[float, ...] = ()  # that each proposer took in the last call of `propose`
 
     @property
@@ -56,15 +57,15 @@ class CombinedProposer:
                 self._try(source, proposer.release, rows)
 
     def propose(self, context: DraftContext) -> Drafts | None:
+        if context.wanted is not None and not len(context.wanted):
+            self.rest(context)
+            return None
         own = np.array(context.limits, np.int64)
         found: list[tuple[int, Drafts]] = []
         having = np.zeros(len(own), bool)
         seconds = [0.0] * len(self.names)
         self._skipped += 1
-        self._resting = context.wanted is not None and not len(context.wanted)
-        if self._resting:
-            self._rest(context, seconds)
-            return None
+        self._resting = False
         for source, proposer in list(self._proposers.items()):
             limits = own if context.wanted is None else np.minimum(own, context.wanted[source])
             if not limits.any() and self._skipped % _SKIPPED and not _is_network(proposer):
@@ -83,16 +84,21 @@ class CombinedProposer:
         self.seconds = tuple(seconds)
         return _one_tree(found, len(own), context.nodes) if context.nodes else _merged(found, len(own))
 
-    def _rest(self, context: DraftContext, seconds: list[float]) -> None:
-        """Nobody is asked: networks take in features, and look-ups, every so often, what is new."""
+    def rest(self, context: DraftContext) -> None:
+        """In place of `propose` after a step when nobody is asked for drafts: networks take in features, and look-ups,
+        every so often, what is new. Of the context only rows, tokens and features are read."""
+        self._resting = True
+        self._skipped += 1
+        self.seconds = self._no_seconds
         if not self._skipped % _SKIPPED:
-            shown = replace(context, limits=[0] * len(context.limits))
+            seconds = [0.0] * len(self.names)
+            shown = replace(context, limits=[0] * len(context.rows))
             for source, proposer in list(self._proposers.items()):
                 if not _is_network(proposer):
                     started = time.perf_counter()
                     self._try(source, proposer.propose, shown)
                     seconds[source] = time.perf_counter() - started
-        self.seconds = tuple(seconds)
+            self.seconds = tuple(seconds)
         self.watch(context)
 
     # -- drafts that a network makes on the GPU behind a step whose tokens nobody has seen (worker/device_chain.py)

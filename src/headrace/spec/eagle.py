@@ -36,6 +36,7 @@ from headrace.worker.recorded import MAX_TOKENS, RecordedLauncher
 from headrace.worker.table import RequestTable
 
 _KEPT = 1024  # features of a row that wait to be fed
+_WATCHED = 32  # steps whose features are given to their rows at once
 _CHUNK = 256  # entries fed in one pass, but for the last
 WIDTH = 4  # nodes of a level of a tree that are drafted on from
 
@@ -158,10 +159,14 @@ class HeadFollower(ABC):
             count = min(end - first, stands - start)
             if row is None or count < 1:
                 continue
-            if start != row.next or row.num_kept + count > _KEPT:
-                self._begin_at(row, start)
-            row.features.append(self._cut(step.values, first, count))
-            row.num_kept += count
+            self._append(row, start, self._cut(step.values, first, count), count)
+
+    def _append(self, row: HeadRow, start: int, features: Any, count: int = 1) -> None:
+        """Features of `count` tokens from position `start` on."""
+        if start != row.next or row.num_kept + count > _KEPT:
+            self._begin_at(row, start)
+        row.features.append(features)
+        row.num_kept += count
 
     def _begin_at(self, row: HeadRow, position: int) -> None:
         """Forget all entries: the sequence begins anew at a position."""
@@ -205,8 +210,38 @@ class HeadRunner(HeadFollower):
         self._fixed = np.zeros((MAX_TOKENS, head.spec.hidden_size), np.float32)
         self._made = np.zeros((num_rows, head.spec.hidden_size), np.float32)  # by row, what its last entry made
         self._grown: dict[int, _Grown] = {}
+        self._watched: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []  # (rows, positions, features) of steps
         self._inputs: Array = self._fixed
         self._outputs: Array = self._fixed
+
+    def admit(self, admits: Sequence[Admit]) -> None:
+        self._sort()
+        super().admit(admits)
+
+    def release(self, rows: Sequence[int]) -> None:
+        self._sort()
+        super().release(rows)
+
+    def begin(self, context: DraftContext, most: int) -> tuple[np.ndarray, np.ndarray]:
+        self._sort()
+        return super().begin(context, most)
+
+    def watch(self, features: StepFeatures, num_tokens: np.ndarray) -> None:
+        if len(features.values) == len(features.rows):  # most steps: single tokens, all of which stand
+            self._watched.append((features.rows, features.starts, np.array(features.values, np.float32)))
+            if len(self._watched) < _WATCHED:
+                return
+        self._sort()
+        if len(features.values) != len(features.rows):
+            super().watch(features, num_tokens)
+
+    def _sort(self) -> None:
+        """Give the features of watched steps to their rows."""
+        watched, self._watched = self._watched, []
+        for rows, starts, values in watched:
+            for index, (number, start) in enumerate(zip(rows.tolist(), starts.tolist(), strict=True)):
+                if (row := self._rows.get(number)) is not None:
+                    self._append(row, start, values[index : index + 1])
 
     def step(self, rows: np.ndarray, ends: np.ndarray) -> Array:
         """See DraftRunner, but scores are of the head's vocabulary: the entry whose token is the last of each row's

@@ -126,6 +126,9 @@ class ModelRunner:
             starts = batch.positions[batch.query_start[:-1]]
             values = made if order is None else made[order]
             features = StepFeatures(batch.rows, starts, batch.query_start, table.num_computed, values)
+        if plan.draft_limits is not None and not len(plan.draft_limits):
+            self._proposer.rest(DraftContext(rows, table.token_ids, table.num_tokens, limits=[], features=features))
+            return [0] * plan.num_spans, [], {}
         context = DraftContext(
             rows,
             table.token_ids,
