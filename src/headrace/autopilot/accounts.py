@@ -222,7 +222,7 @@ class DraftAccounts:
 
     def _decode(self, plan: StepPlan) -> StepWork:
         """A decode step of the plan's spans that yield."""
-        spans = plan.spans[:, plan.yields].copy()
+        spans = plan.spans.copy() if plan.generates else plan.spans[:, plan.yields]
         spans[1] += spans[2] - 1 - spans[3]
         spans[2], spans[3] = 1, 0
         return self._work.work(spans, spans.shape[1])

@@ -43,6 +43,7 @@ _FORGET = 0.02  # per step without verification the estimate of a look-up moves 
 _DOUBT = 8  # drafts that count as much as _PRIOR does
 _MARGIN, _MARGIN_OFF = 1.005, 1.02  # drafts must promise this much; more, where the request has none now: hysteresis
 _WORTH_TRYING = 1.02  # what drafts that are all accepted must bring
+_THIN, _STAKE = 4.0, 0.25  # below so many steps of a look-up's budget a draft may lose this part of it, no more
 _TRIAL = 4  # drafts of a trial that only better ones than assumed would make worth while
 _CONTEXT = 256  # tokens of context assumed; the difference between depths hardly depends on it
 _REFRESH = 32  # steps between looks at costs; while little is known, _EARLY
@@ -147,10 +148,19 @@ class AutoDepth:
                 acceptance = self._acceptance(request, source)
                 best = self._choose(source, acceptance, num_rows, available, company, drafted=True)
             depth = best.depth if self._pays(request, best) else 0
+            if depth > 1 and source in self._look_ups and budget.balance < _THIN:
+                depth = self._within(depth, _STAKE * budget.balance, num_rows)
         if depth:
             self._chosen.append((source, depth))
         else:
             self._drift(request, source, num_rows)
+        return depth
+
+    def _within(self, depth: int, loss: float, num_rows: int) -> int:
+        """The greatest depth up to `depth` that loses no more than `loss` steps if all is wrong; at least 1."""
+        limit = (1.0 + loss) * self._predict(num_rows, 0)
+        while depth > 1 and self._predict(num_rows, depth) > limit:
+            depth = next(each for each in reversed(_DEPTHS) if each < depth)
         return depth
 
     def _pays(self, request: Request, best: _Best) -> bool:

@@ -31,7 +31,7 @@ class CombinedProposer:
         self._proposers: dict[int, Proposer] = dict(enumerate(proposer for _, proposer in proposers))
         self._dropped: list[str] = []  # since the last step was told of them
         self._skipped = 0
-        self._resting = True  # networks were not asked by the last call of `propose`
+        self._asked: list[int] = []  # networks, for drafts, by the last call of `propose`
         self._no_seconds = (0.0,) * len(self.names)
         self.seconds: tuple[float, ...] = ()  # that each proposer took in the last call of `propose`
 
@@ -65,12 +65,18 @@ class CombinedProposer:
         having = np.zeros(len(own), bool)
         seconds = [0.0] * len(self.names)
         self._skipped += 1
-        self._resting = False
+        self._asked = []
         for source, proposer in list(self._proposers.items()):
             limits = own if context.wanted is None else np.minimum(own, context.wanted[source])
-            if not limits.any() and self._skipped % _SKIPPED and not _is_network(proposer):
-                continue
             started = time.perf_counter()
+            if _is_network(proposer):
+                if not (limits * ~having).any():
+                    self._watch(source, context)
+                    seconds[source] = time.perf_counter() - started
+                    continue
+                self._asked.append(source)
+            elif not limits.any() and self._skipped % _SKIPPED:
+                continue
             shown = context
             if found or context.wanted is not None:
                 # a row that has drafts is shown all the same, with a limit of 0: a look-up learns from its tokens
@@ -87,7 +93,7 @@ class CombinedProposer:
     def rest(self, context: DraftContext) -> None:
         """In place of `propose` after a step when nobody is asked for drafts: networks take in features, and look-ups,
         every so often, what is new. Of the context only rows, tokens and features are read."""
-        self._resting = True
+        self._asked = []
         self._skipped += 1
         self.seconds = self._no_seconds
         if not self._skipped % _SKIPPED:
@@ -126,15 +132,17 @@ class CombinedProposer:
 
     def passes(self) -> tuple[DraftPass, ...]:
         """What networks took in the last call of `propose`."""
-        if self._resting:
-            return ()
-        return tuple(each for proposer in self._proposers.values() for each in getattr(proposer, "last_passes", ()))
+        asked = [self._proposers[source] for source in self._asked if source in self._proposers]
+        return tuple(each for proposer in asked for each in getattr(proposer, "last_passes", ()))
 
     def watch(self, context: DraftContext) -> None:
         """What the model made of a step after which nobody is asked for drafts."""
-        for source, proposer in list(self._proposers.items()):
-            if (watch := getattr(proposer, "watch", None)) is not None:
-                self._try(source, watch, context)
+        for source in list(self._proposers):
+            self._watch(source, context)
+
+    def _watch(self, source: int, context: DraftContext) -> None:
+        if (watch := getattr(self._proposers[source], "watch", None)) is not None:
+            self._try(source, watch, context)
 
     @property
     def num_captures(self) -> int:

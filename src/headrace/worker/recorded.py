@@ -1,4 +1,5 @@
-"""RecordedLauncher: steps of up to a chunk of a prompt as one native call each, from the third step of a shape on."""
+"""RecordedLauncher: steps of up to a chunk of a prompt as one native call each: small ones, of which drafts make many
+shapes, from the second of a shape on, large ones from the fourth."""
 
 from __future__ import annotations
 
@@ -13,9 +14,9 @@ from headrace.worker.batch import StepBatch
 from headrace.worker.launcher import EagerLauncher, Forward
 
 MAX_TOKENS = 256  # a whole chunk of a prompt: calls from Python cost it some hundredths of its time, more on AMX
-MAX_PROGRAMS = 16  # shapes kept; the one that was not used for longest goes
+MAX_PROGRAMS = 48  # shapes kept; the one that was not used for longest goes
 MAX_KEPT_TOKENS = 1024  # tokens of all shapes kept, which bounds the memory of their buffers
-EAGER_STEPS = 2  # of a shape, before it is worth recording
+EAGER_STEPS, SMALL = 2, 32  # steps of a shape before it is worth recording; tokens up to which one is at once
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,11 @@ class RecordedLauncher:
         self._programs: dict[tuple[int, int, bool], Program] = {}
         self._seen: dict[tuple[int, int, bool], int] = {}
         self._refused = False  # the model does something that cannot be recorded
+        self.warming = False  # the last step was not replayed, as later ones of its shape will be
 
     def run(self, batch: StepBatch, metas: Any) -> Any:
         """See Launcher."""
+        self.warming = False
         recordable = not self._refused and 0 < batch.num_tokens <= MAX_TOKENS
         if not recordable or not all(hasattr(meta, "refill") for meta in metas):
             return self._eager.run(batch, metas)
@@ -61,8 +64,9 @@ class RecordedLauncher:
             if hidden is not None:
                 self._programs[key] = program  # last used: at the end
                 return hidden
+        self.warming = True
         self._seen[key] = self._seen.get(key, 0) + 1
-        if self._seen[key] <= EAGER_STEPS:
+        if batch.num_tokens > SMALL and self._seen[key] <= EAGER_STEPS:
             return self._eager.run(batch, metas)
         return self._record(key, batch, metas)
 
@@ -72,7 +76,7 @@ class RecordedLauncher:
         own = replace(batch, token_ids=token_ids, positions=positions)
         hidden, recording = record(library().functions, lambda: self._forward(own, fixed))
         if recording is None:
-            self._refused = True
+            self._refused, self.warming = True, False
             return hidden
         self._programs[key] = Program(recording, token_ids, positions, fixed, hidden)
         while len(self._programs) > MAX_PROGRAMS or sum(tokens for tokens, *_ in self._programs) > MAX_KEPT_TOKENS:

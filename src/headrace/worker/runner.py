@@ -23,7 +23,6 @@ from headrace.spec.base import DraftContext, StepFeatures
 from headrace.spec.combined import CombinedProposer
 from headrace.worker.batch import BatchBuilder, StepBatch
 from headrace.worker.kv_cache import KVCache
-from headrace.worker.launcher import Launcher
 from headrace.worker.recorded import RecordedLauncher
 from headrace.worker.table import RequestTable, told_of
 from headrace.worker.trees import keep_paths, tree_rows
@@ -51,7 +50,7 @@ class ModelRunner:
         self._proposer = proposer
         self._draft_nodes = draft_nodes
         self._builder = BatchBuilder(table, cache.layout.block_size)
-        self._launcher: Launcher = RecordedLauncher(self._forward)
+        self._launcher = RecordedLauncher(self._forward)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step to its end."""
@@ -98,6 +97,7 @@ class ModelRunner:
             draft_passes=self._proposer.passes(),
             draft_seconds=self._proposer.seconds,
             dropped=self._proposer.dropped(),
+            warming=self._launcher.warming,
             candidates=sampled.candidates,
             errors={**damaged, **sampled.errors},
             times=StageTimes(t1 - t0, t2 - t1, t3 - t2, t4 - t3, time.perf_counter() - t4),
