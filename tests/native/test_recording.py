@@ -47,6 +47,7 @@ def test_the_engine_replays_what_it_would_compute(
     few, _ = generate(folder, PROMPTS, max_num_seqs=2, max_num_batched_tokens=3)  # other shapes, chunks
     assert few == found
     monkeypatch.setattr(recorded, "EAGER_STEPS", 10**9)
+    monkeypatch.setattr(recorded, "SMALL", 0)
     eager, launcher = generate(folder, PROMPTS)
     assert not launcher._programs
     assert eager == found
@@ -56,6 +57,7 @@ def test_hidden_states_are_the_same_bits(path: str, tmp_path: Path, monkeypatch:
     folder = write_model(tmp_path / "m.gguf", {"": "Q4_1", "ffn_down": "Q6_K", "attn_v": "Q8_0"})
     checkpoint = open_checkpoint(folder)
     spec = checkpoint.spec
+    monkeypatch.setattr(recorded, "SMALL", 0)
     for mode in ("exact", "default", "fast", "int8"):
         model = build_model(spec, WeightSource(checkpoint), Packed(mode))
         steps: dict[bool, list[np.ndarray]] = {}
@@ -68,6 +70,20 @@ def test_hidden_states_are_the_same_bits(path: str, tmp_path: Path, monkeypatch:
             assert bool(world.launcher._programs) == replay
         for eager, replayed in zip(steps[False], steps[True], strict=True):
             np.testing.assert_array_equal(replayed, eager)
+
+
+def test_a_step_that_is_not_replayed_is_told_apart(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_tiny_llama(tmp_path)
+    checkpoint = open_checkpoint(str(tmp_path))
+    world = World(build_model(checkpoint.spec, WeightSource(checkpoint), Packed("default")))
+    for small, told in ((32, [True, False, False, False]), (0, [True, True, True, False])):
+        world.launcher = RecordedLauncher(world.launcher._forward)
+        monkeypatch.setattr(recorded, "SMALL", small)
+        found = []
+        for _ in range(4):
+            world.step([0, 1])
+            found.append(world.launcher.warming)
+        assert found == told
 
 
 def test_shapes_are_kept_up_to_a_number_of_tokens(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from headrace.config import ConfigError
 from headrace.loading.errors import CheckpointError
 from headrace.sampling.params import Grammar
 from headrace.spec.eagle import HeadRunner
+from headrace.worker.table import RequestTable
 from tiny import write_tiny_llama
 
 HIDDEN, INNER, HEADS, KV_HEADS, DIM, VOCAB, DRAFT_VOCAB = 48, 64, 4, 2, 12, 260, 100
@@ -257,6 +258,42 @@ def test_text_is_the_same(models, head, running, monkeypatch):
         llm.engine.core.scheduler.check()
         (proposer,) = llm.engine._worker.proposer._proposers.values()
         proposer.runner.check()
+
+
+@pytest.mark.parametrize("head", ["eagle1", "eagle3"])
+def test_steps_without_drafts_leave_what_the_head_needs(models, head, monkeypatch):
+    """Its drafts after some steps in which nobody was asked are those of a head that was asked after every step."""
+    places = []
+    original = RequestTable.hold_drafts
+
+    def hold(self, rows, drafts):
+        if drafts is not None:
+            known = self.num_tokens[rows].tolist()
+            places[-1].update(zip(zip(rows.tolist(), known, strict=True), drafts.tokens[:, :2].tolist(), strict=True))
+        return original(self, rows, drafts)
+
+    monkeypatch.setattr(RequestTable, "hold_drafts", hold)
+    found = []
+    for resting in (False, True):
+        options = {"speculate": "eagle", "draft_model": models[head], "num_draft_tokens": 2}
+        with LLM(models["target"], prefix_caching=False, **options) as llm:
+            policy, steps = llm.engine.core.scheduler.drafting, [0]
+            limits = policy.limits
+
+            def some(requests, num_rows, limits=limits, steps=steps, resting=resting):
+                steps[0] += 1
+                rests = resting and steps[0] % 50 < 40  # longer than features are kept unsorted
+                return np.zeros((0, len(requests)), np.int32) if rests else limits(requests, num_rows)
+
+            policy.limits = some
+            places.append({})
+            params = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
+            found.append([each.outputs[0].token_ids for each in llm.generate(PROMPTS[:2], params)])
+            llm.engine.core.scheduler.check()
+    assert found[0] == found[1]
+    always, seldom = places
+    both = always.keys() & seldom.keys()
+    assert len(both) > 8 and {each: seldom[each] for each in both} == {each: always[each] for each in both}
 
 
 def test_a_text_whose_beginning_was_found_computed_goes_to_its_end(models):
