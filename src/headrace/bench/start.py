@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -36,17 +35,16 @@ def own_start(model: Path, options: Sequence[str] = ()) -> Start:
     command = [sys.executable, "-m", "headrace", "run", PROMPT, "-m", str(model), "--raw", "--quiet"]
     command += ["--max-tokens", str(OUTPUT_LEN), "--temperature", "0", *options]
     started = time.perf_counter()
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0) as process:
         assert process.stdout is not None and process.stderr is not None
-        first = process.stdout.read(1)
+        peak, first = 0.0, process.stdout.read(1)
         first_token = time.perf_counter() - started
-        process.stdout.read()
+        while process.stdout.read(64):  # a token's text: the process is alive, which it must be to be asked
+            peak = max(peak, _peak(process.pid))
         said = process.stderr.read()
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode or not first:
         raise RuntimeError(f"headrace run failed: {said.decode(errors='replace').strip()[-500:]}")
-    return Start(first_token, usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024))
+    return Start(first_token, peak)
 
 
 def peer_start(choice: PeerChoice, model: Path, dtype: str, threads: int) -> tuple[str, Start]:
