@@ -203,8 +203,8 @@ def shares(before: list[list[int]], after: list[list[int]]) -> list[float]:
 
 
 def mt_bench(arguments: argparse.Namespace) -> tuple[list[Row], dict[str, list[float]]]:
-    """Rows of the head that comes with Headrace, on eight questions, one of each category; and by their cases how often
-    each place of a draft was accepted after right ones."""
+    """Rows of the head that comes with Headrace: tokens of all runs over their time, on other questions in every run,
+    of all categories in turn; and by their cases how often each place of a draft was accepted after right ones."""
     path, runs, options = arguments.mt_bench, arguments.runs, engine_options(arguments)
     texts = [json.loads(line)["turns"][0] for line in Path(path).read_text(encoding="utf-8").splitlines()]
     plain = LLM(**options)
@@ -212,18 +212,21 @@ def mt_bench(arguments: argparse.Namespace) -> tuple[list[Row], dict[str, list[f
     sides["eagle"] = LLM(**options, speculate="eagle")
     for depth in range(1, 5):
         sides[f"eagle depth {depth}"] = LLM(**options, speculate="eagle", num_draft_tokens=depth)
-    prompts = [plain.render([{"role": "user", "content": text}]) for text in texts[:: len(texts) // 8]][:8]
+    count = len(texts)
+    # questions are sorted by category, in tens
+    prompts = [plain.render([{"role": "user", "content": texts[index * 11 % count]}]) for index in range(count)]
     rows, accepted = [], {}
     for way, temperature in (("", 0.0), (" temperature 0.7", 0.7)):
-        params = SamplingParams(temperature=temperature, seed=1, max_tokens=48)
+        params = SamplingParams(temperature=temperature, seed=1, max_tokens=128)
         for batch in arguments.batches:
             differences = {name: Differences(arguments.device) for name in sides}
-            rates: dict[str, list[float]] = {name: [] for name in sides}
+            spent: dict[str, list[float]] = {name: [0.0, 0.0] for name in sides}  # tokens, seconds
             counted = {
                 name: [list(each) for each in llm.engine.ledger.totals.draft_positions] for name, llm in sides.items()
             }
             for turn in range(-arguments.warm, runs):
-                asked = (prompts * -(-batch // len(prompts)))[:batch] if batch > 1 else [prompts[turn % len(prompts)]]
+                first = (turn + arguments.warm) * batch
+                asked = [prompts[(first + index) % count] for index in range(batch)]
                 expected: list[list[int]] = []
                 order = list(sides.items())
                 for name, llm in order[:1] + (order[1:] if turn % 2 else order[:0:-1]):
@@ -233,14 +236,16 @@ def mt_bench(arguments: argparse.Namespace) -> tuple[list[Row], dict[str, list[f
                     else:
                         differences[name].add(f"mt-bench: {name}", expected, tokens)
                     if turn >= 0:
-                        rates[name].append(rate)
+                        spent[name][0] += sum(map(len, tokens))
+                        spent[name][1] += sum(map(len, tokens)) / rate
+            rates = {name: tokens / seconds for name, (tokens, seconds) in spent.items()}
             for name in list(sides)[1:]:
                 row = Row(
                     f"{describe(plain)} speculate {name} mt-bench{way} batch {batch}",
                     "tok/s",
                     "higher",
-                    median(rates[name]),
-                    median(rates["off"]),
+                    rates[name],
+                    rates["off"],
                     "headrace without speculation",
                     runs=runs,
                     target=0.98 if name == "auto" else None,
