@@ -149,7 +149,9 @@ def main() -> None:
     if arguments.child:
         print(json.dumps(measure(arguments)))
         return
-    arguments.paths = arguments.paths or [path for path in ("avx512", "amx") if path in available_paths()]
+    arguments.paths = arguments.paths or [each for each in available_paths() if each in ("avx512", "amx")]
+    if not arguments.paths:
+        parser.error(f"neither avx512 nor amx runs here; name others: --paths {' '.join(available_paths())}")
     best: dict[str, dict[str, dict[str, float]]] = {}
     for _ in range(arguments.turns):
         for path in arguments.paths:

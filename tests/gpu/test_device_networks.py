@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from headrace import LLM, SamplingParams
@@ -245,3 +246,45 @@ def test_graphs_are_made_anew_when_a_draft_model_s_kernel_arrives(models, gpu_en
         assert llm.engine.core.idle()
         runner.launcher._capturing = False
         assert captured and runner.launcher._capturing_failed is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", ["all", "the head"])
+def test_a_head_that_only_watches_keeps_features_of_its_own(models, gpu_engine, monkeypatch, who):
+    """Also where others are asked, and after steps that verify: its later drafts are those of one always asked."""
+    places, original = [], RequestTable.hold_drafts
+
+    def hold(self, rows, drafts):
+        known = self.num_tokens[rows].tolist()
+        for row, place, found in zip(rows.tolist(), known, drafts.tokens.tolist() if drafts else known, strict=True):
+            if drafts and found[0] >= 0:
+                places[-1][row, place] = found[:2]
+        return original(self, rows, drafts)
+
+    monkeypatch.setattr(RequestTable, "hold_drafts", hold)
+    options = OPTIONS | DEVICE | {"speculate": "auto", "draft_model": models["eagle1"], "num_draft_tokens": 2}
+    found = []
+    for rests in (False, True):
+        with LLM(models["target"], **options) as llm:
+            names, steps = llm.engine.config.proposers, [0]
+            for proposer in llm.engine._worker.proposer._proposers.values():
+                if not hasattr(proposer, "last_passes"):
+                    monkeypatch.setattr(proposer, "propose", lambda context: None)
+            policy = llm.engine.core.scheduler.drafting = FixedDepth(2, names)
+
+            def limits(requests, num_rows, rests=rests, steps=steps, names=names):
+                steps[0] += 1
+                wanted = np.full((len(names), len(requests)), 2, np.int32)
+                if rests and steps[0] > 2 and steps[0] % 6 < 4:
+                    wanted[names.index("eagle")] = 0
+                    return wanted[:0] if who == "all" else wanted
+                return wanted
+
+            policy.limits = limits
+            places.append({})
+            greedy = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+            found.append(tokens(llm.generate(PROMPTS[:2], greedy)))
+    assert found[0] == found[1]
+    always, seldom = places
+    both = always.keys() & seldom.keys()
+    assert len(both) > 6 and {each: seldom[each] for each in both} == {each: always[each] for each in both}

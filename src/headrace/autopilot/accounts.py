@@ -176,7 +176,9 @@ class DraftAccounts:
     def _rest(self) -> None:
         """Tell the budgets of the steps that nothing was drafted in."""
         (count, num_rows), self._rested = self._rested, (0, 0)
-        for source in self._sources.values() if count else ():
+        if not count:
+            return
+        for source in self._sources.values():
             budget = self.budget(source, num_rows)
             for _ in range(count):
                 budget.settle(0.0, 1.0, 0)

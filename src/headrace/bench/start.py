@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -35,15 +36,18 @@ def own_start(model: Path, options: Sequence[str] = ()) -> Start:
     command = [sys.executable, "-m", "headrace", "run", PROMPT, "-m", str(model), "--raw", "--quiet"]
     command += ["--max-tokens", str(OUTPUT_LEN), "--temperature", "0", *options]
     started = time.perf_counter()
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0) as process:
-        assert process.stdout is not None and process.stderr is not None
+    with (
+        tempfile.TemporaryFile() as errors,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, bufsize=0) as process,
+    ):
+        assert process.stdout is not None
         peak, first = 0.0, process.stdout.read(1)
         first_token = time.perf_counter() - started
         while process.stdout.read(64):  # a token's text: the process is alive, which it must be to be asked
             peak = max(peak, _peak(process.pid))
-        said = process.stderr.read()
-    if process.returncode or not first:
-        raise RuntimeError(f"headrace run failed: {said.decode(errors='replace').strip()[-500:]}")
+        if process.wait() or not first:
+            errors.seek(0)
+            raise RuntimeError(f"headrace run failed: {errors.read().decode(errors='replace').strip()[-500:]}")
     return Start(first_token, peak)
 
 

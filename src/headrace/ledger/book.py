@@ -7,8 +7,8 @@
     ledger.add_bill(bill)                  # of a request that ended
 
 Rings hold the latest, totals cover the ledger's whole life, and a stream (optional) writes each entry as one line of
-JSON. `NullLedger` takes the same calls and keeps nothing. One thread writes; readers take copies. Who writes may hold
-back some steps, which `settle` brings in before anybody reads.
+JSON. `NullLedger` takes the same calls and keeps nothing. Who writes may hold back some steps, which `settle` brings in
+before anybody reads: so writers and readers are one thread, the engine's.
 """
 
 from __future__ import annotations

@@ -151,18 +151,18 @@ class Sampler:
         if not logits.shape[0]:
             return Sampled(np.full((num_spans, 1), -1, np.int32), np.zeros(num_spans, np.int32), {})
         plain = batch.is_plain
-        if plain and len(spans) == num_spans and batch.trees is None and (drafts is None or int(drafts.max()) < 0):
-            chosen_dev, scores_dev, _ = self.draw(logits, batch)
-            if np.isfinite(np.asarray(scores_dev)).all():
-                return Sampled(np.asarray(chosen_dev).astype(np.int32)[:, None], np.ones(num_spans, np.int32), {})
-        if drafts is None:
-            drafts = np.full(num_spans, -1, np.int32)
-        reported = np.flatnonzero(batch.table.logprobs[batch.rows] >= 0) if not plain else np.zeros(0, np.int64)
-        untouched = logits[reported]  # a copy: the stages overwrite the logits
+        if not plain:
+            reported = np.flatnonzero(batch.table.logprobs[batch.rows] >= 0)
+            untouched = logits[reported]  # a copy: the stages overwrite the logits
         chosen_dev, scores_dev, staged = self.draw(logits, batch)
         chosen, scores = np.asarray(chosen_dev), np.asarray(scores_dev)
         drawn = np.isfinite(scores)
         whole = bool(drawn.all())
+        single = drafts is None or (len(spans) == num_spans and int(drafts.max()) < 0 and batch.trees is None)
+        if plain and whole and single:  # a plain decode step
+            return Sampled(chosen.astype(np.int32)[:, None], np.ones(num_spans, np.int32), {})
+        if drafts is None:
+            drafts = np.full(num_spans, -1, np.int32)
         first = np.searchsorted(spans, spans)  # index of the first row of each row's span
         chosen, agreed = self.judge(chosen, drawn, staged, batch, spans, drafts)
         # a position counts if every one before it in its span was drawn and agreed with the draft

@@ -229,11 +229,11 @@ class HeadRunner(HeadFollower):
     def watch(self, features: StepFeatures, num_tokens: np.ndarray) -> None:
         if len(features.values) == len(features.rows):  # most steps: single tokens, all of which stand
             self._watched.append((features.rows, features.starts, np.array(features.values, np.float32)))
-            if len(self._watched) < _WATCHED:
-                return
+            if len(self._watched) >= _WATCHED:
+                self._sort()
+            return
         self._sort()
-        if len(features.values) != len(features.rows):
-            super().watch(features, num_tokens)
+        super().watch(features, num_tokens)
 
     def _sort(self) -> None:
         """Give the features of watched steps to their rows."""
@@ -241,7 +241,7 @@ class HeadRunner(HeadFollower):
         for rows, starts, values in watched:
             for index, (number, start) in enumerate(zip(rows.tolist(), starts.tolist(), strict=True)):
                 if (row := self._rows.get(number)) is not None:
-                    self._append(row, start, values[index : index + 1])
+                    self._append(row, start, values[index : index + 1].copy())  # a view would keep the others' too
 
     def step(self, rows: np.ndarray, ends: np.ndarray) -> Array:
         """See DraftRunner, but scores are of the head's vocabulary: the entry whose token is the last of each row's

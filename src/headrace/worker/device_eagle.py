@@ -19,7 +19,7 @@ from headrace.core.plan import Admit, NewBlocks
 from headrace.layers.attention import Attend
 from headrace.models.draft_heads import EagleHead
 from headrace.ops.xp import Array
-from headrace.spec.base import DraftContext
+from headrace.spec.base import DraftContext, StepFeatures
 from headrace.spec.eagle import HeadFollower, HeadRow
 
 if TYPE_CHECKING:
@@ -77,6 +77,12 @@ class DeviceHeadRunner(HeadFollower):
         """See DraftFollower."""
         self._live = None if context.features is None else context.features.values
         return super().begin(replace(context, nodes=0), most)  # what is drafted is a chain, with others beside it
+
+    def watch(self, features: StepFeatures, num_tokens: np.ndarray) -> None:
+        """See HeadFollower; they may lie in the model's buffer."""
+        self._live = features.values
+        super().watch(features, num_tokens)
+        self.settle()
 
     def chain(self, rows: np.ndarray, depths: np.ndarray) -> Chained:
         """See DeviceDraftRunner."""

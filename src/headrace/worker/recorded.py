@@ -1,5 +1,4 @@
-"""RecordedLauncher: steps of up to a chunk of a prompt as one native call each: small ones, of which drafts make many
-shapes, from the second of a shape on, large ones from the fourth."""
+"""RecordedLauncher: steps of up to a chunk of a prompt as one native call each, once their shape has been seen."""
 
 from __future__ import annotations
 
@@ -50,7 +49,7 @@ class RecordedLauncher:
         self._programs: dict[tuple[int, int, bool], Program] = {}
         self._seen: dict[tuple[int, int, bool], int] = {}
         self._refused = False  # the model does something that cannot be recorded
-        self.warming = False  # the last step was not replayed, as later ones of its shape will be
+        self.warming = False  # the last step was one of the first of its shape, and not replayed as later ones are
 
     def run(self, batch: StepBatch, metas: Any) -> Any:
         """See Launcher."""
@@ -64,8 +63,9 @@ class RecordedLauncher:
             if hidden is not None:
                 self._programs[key] = program  # last used: at the end
                 return hidden
-        self.warming = True
         self._seen[key] = self._seen.get(key, 0) + 1
+        # of a shape that had to go, to be recorded again is what such steps take
+        self.warming = self._seen[key] <= (1 if batch.num_tokens <= SMALL else EAGER_STEPS + 1)
         if batch.num_tokens > SMALL and self._seen[key] <= EAGER_STEPS:
             return self._eager.run(batch, metas)
         return self._record(key, batch, metas)
