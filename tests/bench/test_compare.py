@@ -189,5 +189,5 @@ def test_starts_of_whole_processes(folder, tmp_path, capsys):
 
 
 def test_a_start_that_fails_is_said(folder):
-    with pytest.raises(RuntimeError, match=r"headrace run failed: .*max_model_len"):
+    with pytest.raises(PeerError, match=r"headrace run failed: .*max_model_len"):
         own_start(Path(folder), ["--max-model-len=-3"])

@@ -18,7 +18,7 @@ from headrace.worker.table import RequestTable
 from tiny import write_tiny_llama
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "spec"))
-from test_eagle import write_head
+from test_eagle import drafts_by_place, write_head
 from test_mtp import write_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
@@ -166,15 +166,7 @@ def test_a_head_keeps_its_context_where_drafts_are_done_without(models, gpu_engi
     options = OPTIONS | {"speculate": "eagle", "draft_model": models["eagle1"]}
     monkeypatch.setattr(HostBound, "runs", lambda self, num_rows: runs)
 
-    places, original = [], RequestTable.hold_drafts
-
-    def hold(self, rows, drafts):
-        if drafts is not None:
-            known = self.num_tokens[rows].tolist()
-            places[-1].update(zip(zip(rows.tolist(), known, strict=True), drafts.tokens[:, :2].tolist(), strict=True))
-        return original(self, rows, drafts)
-
-    monkeypatch.setattr(RequestTable, "hold_drafts", hold)
+    places = drafts_by_place(monkeypatch)
     with LLM(models["target"], device="cpu", **options | {"num_draft_tokens": 2}) as llm:
         places.append({})
         want = tokens(llm.generate(prompts, params))
@@ -252,16 +244,7 @@ def test_graphs_are_made_anew_when_a_draft_model_s_kernel_arrives(models, gpu_en
 @pytest.mark.parametrize("who", ["all", "the head"])
 def test_a_head_that_only_watches_keeps_features_of_its_own(models, gpu_engine, monkeypatch, who):
     """Also where others are asked, and after steps that verify: its later drafts are those of one always asked."""
-    places, original = [], RequestTable.hold_drafts
-
-    def hold(self, rows, drafts):
-        known = self.num_tokens[rows].tolist()
-        for row, place, found in zip(rows.tolist(), known, drafts.tokens.tolist() if drafts else known, strict=True):
-            if drafts and found[0] >= 0:
-                places[-1][row, place] = found[:2]
-        return original(self, rows, drafts)
-
-    monkeypatch.setattr(RequestTable, "hold_drafts", hold)
+    places = drafts_by_place(monkeypatch)
     options = OPTIONS | DEVICE | {"speculate": "auto", "draft_model": models["eagle1"], "num_draft_tokens": 2}
     found = []
     for rests in (False, True):

@@ -260,19 +260,25 @@ def test_text_is_the_same(models, head, running, monkeypatch):
         proposer.runner.check()
 
 
-@pytest.mark.parametrize("head", ["eagle1", "eagle3"])
-def test_steps_without_drafts_leave_what_the_head_needs(models, head, monkeypatch):
-    """Its drafts after some steps in which nobody was asked are those of a head that was asked after every step."""
-    places = []
-    original = RequestTable.hold_drafts
+def drafts_by_place(monkeypatch):
+    """A list, into whose last dictionary goes (row, position) -> first two drafts, of all that engines hold."""
+    places, original = [], RequestTable.hold_drafts
 
     def hold(self, rows, drafts):
-        if drafts is not None:
-            known = self.num_tokens[rows].tolist()
-            places[-1].update(zip(zip(rows.tolist(), known, strict=True), drafts.tokens[:, :2].tolist(), strict=True))
+        known = self.num_tokens[rows].tolist()
+        for row, place, found in zip(rows.tolist(), known, drafts.tokens.tolist() if drafts else known, strict=True):
+            if drafts and found[0] >= 0:
+                places[-1][row, place] = found[:2]
         return original(self, rows, drafts)
 
     monkeypatch.setattr(RequestTable, "hold_drafts", hold)
+    return places
+
+
+@pytest.mark.parametrize("head", ["eagle1", "eagle3"])
+def test_steps_without_drafts_leave_what_the_head_needs(models, head, monkeypatch):
+    """Its drafts after some steps in which nobody was asked are those of a head that was asked after every step."""
+    places = drafts_by_place(monkeypatch)
     found = []
     for resting in (False, True):
         options = {"speculate": "eagle", "draft_model": models[head], "num_draft_tokens": 2}

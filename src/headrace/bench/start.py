@@ -14,7 +14,7 @@ from pathlib import Path
 
 from headrace.bench.compare import PeerChoice, describe, num_threads, peer_models
 from headrace.bench.measure import median, random_prompts
-from headrace.bench.peer import Peer
+from headrace.bench.peer import Peer, PeerError
 from headrace.bench.results import Row
 from headrace.frontend.llm import LLM
 
@@ -32,7 +32,7 @@ class Start:
 
 
 def own_start(model: Path, options: Sequence[str] = ()) -> Start:
-    """`headrace run` of a model; `options` of its command line. RuntimeError: it failed."""
+    """`headrace run` of a model; `options` of its command line. PeerError: it failed."""
     command = [sys.executable, "-m", "headrace", "run", PROMPT, "-m", str(model), "--raw", "--quiet"]
     command += ["--max-tokens", str(OUTPUT_LEN), "--temperature", "0", *options]
     started = time.perf_counter()
@@ -47,7 +47,7 @@ def own_start(model: Path, options: Sequence[str] = ()) -> Start:
             peak = max(peak, _peak(process.pid))
         if process.wait() or not first:
             errors.seek(0)
-            raise RuntimeError(f"headrace run failed: {errors.read().decode(errors='replace').strip()[-500:]}")
+            raise PeerError(f"headrace run failed: {errors.read().decode(errors='replace').strip()[-500:]}")
     return Start(first_token, peak)
 
 

@@ -67,12 +67,11 @@ class ModelRunner:
         t2 = time.perf_counter()
         logits = self._model.logits(hidden[batch.logit_index])
         t3 = time.perf_counter()
-        rows, positions, drafts = batch.rows, batch.seq_lens, None
-        if plan.num_decodes != plan.num_spans:
-            rows, positions = rows[batch.logit_span], batch.positions[batch.logit_index] + 1
+        decodes = plan.num_decodes == plan.num_spans
+        rows = batch.rows if decodes else batch.rows[batch.logit_span]
+        positions = batch.seq_lens if decodes else batch.positions[batch.logit_index] + 1
         sampling = SamplingBatch(self._table.sampling, rows, positions, self._table.token_ids, trees=tree_rows(batch))
-        if plan.num_decodes != plan.num_spans:
-            drafts = self._drafts(batch, sampling)
+        drafts = None if decodes else self._drafts(batch, sampling)
         sampled = self._sampler.sample(logits, sampling, batch.logit_span, batch.num_spans, drafts)
         prompt_logprobs = self._prompt_logprobs(batch, hidden) if len(batch.prompt_index) else {}
         damaged = {span: DAMAGED for span, entries in prompt_logprobs.items() if not all(entries)}
