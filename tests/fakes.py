@@ -99,16 +99,30 @@ class FakeRunner:
             for offset in range(self.block_size):
                 if (source, offset) in self.cache:
                     self.cache[destination, offset] = self.cache[source, offset]
-        tokens, accepted, offered, proposed = [], [], {}, []
+        verifies = bool(plan.num_drafts.any())
+        # every third time nothing can draft between runs
+        num_runs = 1 if verifies and plan.step_id % 3 == 0 else plan.num_runs
+        tokens, by_run, offered, proposed = [], [], {}, []
         for index, (row, start, length, num_drafts) in enumerate(plan.spans.T.tolist()):
-            state, drawn = self.rows[row], []
-            for run in range(plan.num_runs):
-                drawn += self._run(state, start + run, length, num_drafts, offered, index)
+            state, drawn, accepted = self.rows[row], [], []
+            for run in range(num_runs):
+                new = self._run(state, state["computed"] if run else start, length, num_drafts, offered, index)
+                accepted.append(max(0, len(new) - 1))
+                drawn += new
             tokens.append(drawn)
-            accepted.append(max(0, len(drawn) - plan.num_runs))
+            by_run.append(accepted)
             proposed.append(len(state["drafts"]))
         future: Future[StepResult] = Future()
-        future.set_result(StepResult(plan.step_id, tokens, accepted, candidates=offered, num_drafts=proposed))
+        result = StepResult(
+            plan.step_id,
+            tokens,
+            num_accepted=list(map(sum, by_run)),
+            num_runs=num_runs,
+            accepted_by_run=by_run if verifies and num_runs > 1 else [],
+            candidates=offered,
+            num_drafts=proposed,
+        )
+        future.set_result(result)
         return future
 
     def _run(self, state, start: int, length: int, num_drafts: int, offered: dict, index: int) -> list[int]:

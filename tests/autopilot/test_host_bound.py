@@ -52,6 +52,23 @@ def test_fewer_again_when_the_host_has_become_fast():
     assert max(simulate(policy, 0.1e-3, 0.02e-3, 0.3e-3)[1]) == 1
 
 
+@pytest.mark.parametrize(
+    ("still", "run", "want"),
+    [(0.28e-3, 0.7e-3, 5), (0.3e-3, 8e-3, 1), (1e-3, 0.3e-3, 8), (0.02e-3, 2e-3, 1), (9e-3, 4e-3, 2)],
+)
+def test_verifications_are_looked_at_seldom_enough_to_keep_the_gpu_busy(still, run, want):
+    """The GPU stands `still` for so many seconds before each visit, and takes `run` for each of its runs."""
+    policy = HostBound()
+    assert policy.runs(3, verifies=True) == 1 and policy.decisions() == []
+    for visit in range(200):
+        runs = policy.runs(3, verifies=True)
+        pause = 0.5 if visit == 130 else 0.0
+        policy.observe(3, runs, still + runs * run + pause, runs * run, verifies=True)
+    assert policy.runs(3, verifies=True) == want
+    assert [told[:2] for told in policy.decisions()] == ([("runs a visit", str(want))] if want > 1 else [])
+    assert policy.runs(3) == 1, "decodes are another matter"
+
+
 def test_loads_are_told_apart_and_the_ledger_is_told():
     policy = HostBound()
     simulate(policy, 1e-3, 0.05e-3, 0.3e-3, num_rows=8)

@@ -16,12 +16,12 @@ from headrace.core.visits import OneRun
 
 
 class Runs(OneRun):
-    """Always so many runs of a step of decodes."""
+    """Always so many runs of a step."""
 
     def __init__(self, count):
         self.count = count
 
-    def runs(self, num_rows):
+    def runs(self, num_rows, verifies=False):
         return self.count
 
 
@@ -295,6 +295,37 @@ def test_rows_that_the_host_draws_for_are_looked_at_after_every_run():
     core.add(request)
     run(core)
     assert {plan.num_runs for plan in runner.plans} == {1}
+
+
+@pytest.mark.parametrize("runs", [2, 4, 8])
+def test_verifications_of_equally_many_drafts_run_several_times(runs):
+    core, runner = make_core(runs=runs, seqs=2, drafts=3, num_blocks=99)
+    requests = [make_request("a", [1, 2, 3], 60), make_request("b", [4, 5], 50)]
+    for request in requests:
+        core.add(request)
+    outputs = run(core)
+    assert outputs["a"] == (expected_output([1, 2, 3], 60), FinishReason.LENGTH)
+    assert outputs["b"] == (expected_output([4, 5], 50), FinishReason.LENGTH)
+    several = [plan for plan in runner.plans if plan.num_drafts.any() and plan.num_runs > 1]
+    assert len(several) > 1 and max(plan.num_runs for plan in several) == runs
+    # both begin with a token of the prompt's step; each verification brings one token more than were accepted
+    for request in requests:
+        verifications = request.drafts_verified / 3
+        brought = request.drafts_accepted + verifications
+        assert abs(brought - (request.num_output - 1)) <= 3, "but at the end, where fewer drafts are verified"
+
+
+def test_of_verifications_beyond_a_stop_nothing_is_told():
+    prompt = list(range(8))
+    tokens = expected_output(prompt, 40)
+    at = next(place for place in range(9, 40) if tokens[place] not in tokens[:place])
+    core, runner = make_core(runs=8, drafts=2)
+    core.add(request := make_request("a", prompt, 60, stop_ids=frozenset({tokens[at]})))
+    assert run(core)["a"] == (tokens[: at + 1], FinishReason.STOP)
+    assert any(plan.num_runs > 1 for plan in runner.plans)
+    assert request.drafts_accepted + request.drafts_verified / 2 <= at + 3
+    again = make_request("b", prompt + tokens, 3)
+    assert core.scheduler.kv.match(again).num_tokens == (len(prompt) + at) // 4 * 4
 
 
 def test_no_run_goes_beyond_the_longest_sequence_or_the_blocks_there_are():

@@ -164,7 +164,7 @@ def test_a_head_keeps_its_context_where_drafts_are_done_without(models, gpu_engi
     if hosted:
         params[1] = params[0].with_(repetition_penalty=1.3)
     options = OPTIONS | {"speculate": "eagle", "draft_model": models["eagle1"]}
-    monkeypatch.setattr(HostBound, "runs", lambda self, num_rows: runs)
+    monkeypatch.setattr(HostBound, "runs", lambda self, num_rows, verifies=False: runs)
 
     places = drafts_by_place(monkeypatch)
     with LLM(models["target"], device="cpu", **options | {"num_draft_tokens": 2}) as llm:
@@ -191,8 +191,8 @@ def test_a_window_reaches_over_blocks_that_are_held_where_drafts_follow(models, 
     """Of the two tokens that a chain behind a verification begins with, the first one's window as well."""
     original, reached = DeviceDraftRunner.follow, []
 
-    def follow(self, rows, starts, lengths, limits):
-        depth = original(self, rows, starts, lengths, limits)
+    def follow(self, rows, starts, lengths, limits, num_runs):
+        depth = original(self, rows, starts, lengths, limits, num_runs)
         for row, start in zip(rows.tolist() if depth else (), starts.tolist(), strict=False):
             (table,) = self.kv._tables[str(row)]
             first = max(0, start - self.model.attention_layers[0].window + 1) // 16
@@ -204,6 +204,27 @@ def test_a_window_reaches_over_blocks_that_are_held_where_drafts_follow(models, 
     options = {"speculate": "draft", "draft_model": models["windowed"]}
     compare(models["target"], held, GREEDY.with_(max_tokens=40), PROMPTS[2:], **options)
     assert not INTERPRETED or max(reached) > 1, "blocks were given back"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["other", "windowed", "eagle1", "eagle3"])
+def test_several_verifications_a_visit(models, gpu_engine, monkeypatch, name):
+    """What drafts for the next run goes on from the one before it, before the host has seen either."""
+    monkeypatch.setattr(HostBound, "runs", lambda self, num_rows, verifies=False: 3)
+    results, original = [], FixedDepth.observe_step
+    monkeypatch.setattr(FixedDepth, "observe_step", lambda *each: (results.append(each[1:]), original(*each)))
+    target = models["deep" if name == "eagle3" else "target"]
+    options = {"speculate": "eagle" if name.startswith("eagle") else "draft", "draft_model": models[name]}
+    params, prompts = [each.with_(max_tokens=21) for each in PARAMS[:2]], PROMPTS[::2]
+    want, (_, right) = run(target, params, prompts, device="cpu", **options)
+    found, (verified, accepted) = run(target, params, prompts, **DEVICE, **options)
+    assert found == want
+    repeated = [result for plan, result in results if plan.num_drafts.any() and result.num_runs > 1]
+    assert len(repeated) > 2 and verified > 20
+    for result in repeated:
+        assert [sum(runs) for runs in result.accepted_by_run] == result.num_accepted
+        assert [len(runs) for runs in result.accepted_by_run] == [result.num_runs] * len(result.tokens)
+    assert abs(accepted - right) <= 6, "the drafts are as good as those that the host waits for, but at the ends"
 
 
 class _Arriving:

@@ -119,7 +119,7 @@ class DraftAccounts:
         num_rows = plan.num_spans if decodes else int(np.count_nonzero(plan.yields))
         if not num_rows or result.warming:
             return
-        seconds, drafting = (result.times.total - result.times.draft) / plan.num_runs, self._drafting(result)
+        seconds, drafting = (result.times.total - result.times.draft) / result.num_runs, self._drafting(result)
         self._compare(plan, num_rows, decodes, seconds)
         if not verified and not any(drafting):
             count, rows = self._rested
@@ -133,7 +133,7 @@ class DraftAccounts:
         gained = dict.fromkeys(self._groups, 0.0)
         passed = 1.0
         if self.ready and any(count for count, _ in verified.values()):
-            plain, passed = self._gains(plan, num_rows, seconds, verified, gained)
+            plain, passed = self._gains(plan, result.num_runs, num_rows, seconds, verified, gained)
         elif self.ready:
             plain = self._measured(num_rows) or self.plain_seconds(self._decode(plan))
         passes = sum(each.seconds for each in result.draft_passes)
@@ -150,14 +150,16 @@ class DraftAccounts:
     def _gains(
         self,
         plan: StepPlan,
+        num_runs: int,
         num_rows: int,
         seconds: float,
         verified: Mapping[int, tuple[int, int]],
         gained: dict[int, float],
     ) -> tuple[float, float]:
-        """Add to `gained` by group what the step's drafts brought and verifying them cost; (seconds of a step without
-        drafts, how many such steps this one counts for)."""
-        num_drafts = sum(count for count, _ in verified.values())
+        """Add to `gained` by group what the step's drafts brought and verifying them cost, `seconds` in each of its
+        runs; (seconds of a step without drafts, how many such steps this one counts for)."""
+        drafted = sum(count for count, _ in verified.values())
+        num_drafts = int(plan.num_drafts.sum())
         decode = self._decode(plan)
         plain = self.plain_seconds(decode)
         step = plain if plan.generates else self.plain_seconds(self._without(plan, num_rows))
@@ -167,11 +169,12 @@ class DraftAccounts:
         measured = min(seconds, max(_PAUSE * step, _HELD_UP * usual))
         seconds = min(seconds, _HELD_UP * max(usual, known))
         for source, (count, accepted) in verified.items():
-            gained[self._groups[source]] += accepted / num_rows - (seconds - step) / plain * count / num_drafts
+            cost = num_runs * (seconds - step) / plain
+            gained[self._groups[source]] += accepted / num_rows - cost * count / drafted
         if plan.num_tokens != plan.num_spans + num_drafts:
             return plain, 1.0
         self._verify.observe(num_rows, plan.num_tokens, measured / step)
-        return plain, max(1.0, seconds / plain)
+        return plain, num_runs * max(1.0, seconds / plain)
 
     def _rest(self) -> None:
         """Tell the budgets of the steps that nothing was drafted in."""

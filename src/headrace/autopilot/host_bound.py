@@ -7,9 +7,15 @@ last runs are in vain, and by those that arrive during it; so a visit is kept sh
 
 No prediction decides. The host is what bounds a load where it hardly waits for its steps: then the runs are doubled,
 and halved again where that brought little. Where it waits for most of the time, half as many runs would hide it too.
+
+A step that verifies drafts cannot be sent before the one before it was looked at: the GPU stands still from when that
+one ends until the next one comes. How long is measured; so many runs are made at once that it is a small part of a
+visit.
 """
 
 from __future__ import annotations
+
+import math
 
 from headrace.core.visits import MOST_RUNS
 
@@ -19,6 +25,8 @@ _SLACK = 0.55  # it waits for more: half the runs would do
 _WORTH = 1.03  # what twice the runs must bring
 _MOST_SECONDS = 0.01  # of a visit
 _MEMORY = 64  # windows after which more runs that brought little are tried again
+_STILL = 0.08  # of a visit that verifies: at most this part of the GPU's time is lost between it and the next
+_KEPT = 0.9  # weight of the past in what is measured of such visits
 
 
 class _Load:
@@ -35,14 +43,45 @@ class _Load:
         self.visits, self.seconds, self.waited = 0, 0.0, 0.0
 
 
+class _Verifying:
+    """What is known of steps of some number of rows that verify drafts."""
+
+    def __init__(self) -> None:
+        self.still, self.run = 0.0, 0.0  # seconds that the GPU stands still before a visit; of a run, drafting included
+        self.seen = 0
+        self.runs = 1
+
+    def observe(self, num_runs: int, seconds: float, busy: float) -> None:
+        self.seen += 1
+        kept = min(_KEPT, 1.0 - 1.0 / self.seen)
+        still, run = max(0.0, seconds - busy), busy / num_runs
+        if self.seen > 1:  # a pause of the machine moves little
+            still, run = min(still, 4 * self.still + 1e-4), min(run, 4 * self.run + 1e-4)
+        self.still += (1 - kept) * (still - self.still)
+        self.run += (1 - kept) * (run - self.run)
+        if self.seen % _WINDOW == 0 and self.run > 0:
+            few = math.ceil((1 - _STILL) * self.still / (_STILL * self.run))
+            self.runs = max(1, min(few, int(_MOST_SECONDS / self.run), MOST_RUNS))
+
+    def told(self) -> tuple[str, ...]:
+        reason = f"the GPU stands still {self.still * 1e6:.0f} us before a visit, a run takes {self.run * 1e6:.0f}"
+        return "runs a visit", str(self.runs), reason, "1"
+
+
 class HostBound:
     """A `Visits` (core/visits.py)."""
 
     def __init__(self) -> None:
         self._loads: dict[int, _Load] = {}  # rows, rounded -> what is known
+        self._verifying: dict[int, _Verifying] = {}  # the same of steps that verify
         self._told: list[tuple[str, ...]] = []
 
-    def runs(self, num_rows: int) -> int:
+    def runs(self, num_rows: int, verifies: bool = False) -> int:
+        if verifies:
+            known = self._verifying.get(num_rows.bit_length())
+            runs = 1 if known is None else known.runs
+            self._told = [known.told()] if known is not None and runs > 1 else []
+            return runs
         load = self._loads.get(num_rows.bit_length())
         if load is None:
             self._told = []
@@ -53,7 +92,10 @@ class HostBound:
     def decisions(self) -> list[tuple[str, ...]]:
         return self._told
 
-    def observe(self, num_rows: int, num_runs: int, seconds: float, waited: float) -> None:
+    def observe(self, num_rows: int, num_runs: int, seconds: float, waited: float, verifies: bool = False) -> None:
+        if verifies:
+            self._verifying.setdefault(num_rows.bit_length(), _Verifying()).observe(num_runs, seconds, waited)
+            return
         load = self._loads.setdefault(num_rows.bit_length(), _Load())
         if num_runs != load.runs:  # planned before the number changed
             return

@@ -124,6 +124,38 @@ def note_verified(policy: DraftPolicy, request: Request, num_drafts: int, num_ac
     return Verified(request.draft_source, num_drafts, num_accepted)
 
 
+def note_runs(
+    policy: DraftPolicy, request: Request, num_drafts: int, runs: Sequence[int], num_told: int
+) -> list[Verified]:
+    """The same of a span that verified so many drafts in every run, and accepted `runs` of them; of runs behind the one
+    that brought the last of the `num_told` tokens that count, since they end the request, nothing is noted."""
+    noted: list[Verified] = []
+    brought = 0
+    for accepted in runs:
+        if brought >= num_told and noted:
+            break
+        noted.append(note_verified(policy, request, num_drafts, accepted))
+        brought += 1 + accepted
+    return noted
+
+
+def depth_of_all(spans: Iterable[tuple[int, int, bool]], limits: np.ndarray | None) -> int:
+    """The drafts that each of these spans (length, drafts, whether it yields) verifies, if they are as many in all of
+    them and each proposer but one is to make none after them, and that one as many again (`limits` [P, S], see
+    DraftPolicy.limits); else 0."""
+    depths = {(length - 1, num_drafts, yields) for length, num_drafts, yields in spans}
+    if len(depths) != 1:
+        return 0
+    ((behind, depth, yields),) = depths
+    if not yields or behind != depth:
+        return 0
+    if limits is not None:
+        asked = limits[limits.any(axis=1)]
+        if len(asked) != 1 or (asked != depth).any():
+            return 0
+    return depth
+
+
 def allows(request: Request, proposer: str) -> bool:
     """Whether the request leaves its drafts to this proposer."""
     return request.params.draft_method in (None, proposer)

@@ -121,9 +121,8 @@ class EngineCore:
         asked = time.perf_counter()
         result = future.result()
         started = time.perf_counter()
-        overlaps = plan.num_decodes == plan.num_spans and not self.scheduler.drafting.speculates
-        if self._last is not None and overlaps:
-            self.scheduler.visits.observe(plan.num_spans, plan.num_runs, started - self._last, started - asked)
+        if self._last is not None:
+            self._observe_visit(plan, result, started - self._last, started - asked)
         self._last = started
         outputs = self.scheduler.commit(plan, result)
         self._untold = plan, result, outputs, time.perf_counter() - started
@@ -134,6 +133,17 @@ class EngineCore:
         if self._always_check or not self.has_work:
             self.scheduler.check()
         return outputs
+
+    def _observe_visit(self, plan: StepPlan, result: StepResult, seconds: float, waited: float) -> None:
+        """A step ended `seconds` after the one before it, of which the host `waited` for it: tell what chooses how
+        often such steps run at once."""
+        visits, count = self.scheduler.visits, plan.num_spans
+        if plan.num_decodes == count:
+            if not self.scheduler.drafting.speculates:
+                visits.observe(count, result.num_runs, seconds, waited)
+        elif self._depth > 1 and plan.generates and not result.warming:
+            busy = result.times.forward + sum(each.seconds for each in result.draft_passes)
+            visits.observe(count, result.num_runs, seconds, busy, verifies=True)
 
     def _may_wait(self, plan: StepPlan, outputs: list[TokenOutput]) -> bool:
         """Whether the observer may be told of the step after the next one is sent. Where steps could overlap and this

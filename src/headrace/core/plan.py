@@ -16,6 +16,7 @@ A span yields a token when it reaches the end of the tokens known for its row; a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
@@ -86,7 +87,8 @@ class StepPlan:
     block_copies: tuple[tuple[int, int], ...] = ()  # (source block, destination block): copy-on-write
     released: tuple[int, ...] = ()  # rows whose requests ended or were preempted
     yields: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))  # bool [S]: the span reaches its row's end
-    # the step runs so many times, each from the tokens that the run before drew; above 1 all spans are single tokens
+    # the step runs so many times, each from the tokens that the run before drew; above 1 all spans are single tokens,
+    # or a token and as many drafts each. Of those it may run once only, where nothing can draft between two runs.
     num_runs: int = 1
     # int32 [P, S]: most drafts by each proposer after the span; P = 0: none is asked; None: no bound
     draft_limits: np.ndarray | None = None
@@ -166,6 +168,9 @@ class StepResult:
     step_id: int
     tokens: list[list[int]]  # per span; [] where prefill is not finished; accepted drafts first
     num_accepted: list[int]  # per span: drafts accepted
+    num_runs: int = 1  # of the plan's, how many there were
+    accepted_by_run: list[list[int]] = field(default_factory=list)  # per span: drafts accepted by each run of a step
+    # that verified several times; []: it did not
     num_drafts: list[int] = field(default_factory=list)  # per span: drafts proposed for its next step; []: none
     draft_sources: list[int] = field(default_factory=list)  # per span: by which proposer
     # span whose drafts are a tree -> how likely each of its nodes is believed to be accepted, most likely first
@@ -181,6 +186,10 @@ class StepResult:
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # span -> one entry a token, if asked for
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # span -> of the prompt tokens that
     # follow each of its tokens: positions start + 1, start + 2 ... as far as the prompt goes
+
+    def accepted(self, span: int) -> Sequence[int]:
+        """Drafts of the span that each run accepted."""
+        return self.accepted_by_run[span] if self.accepted_by_run else (self.num_accepted[span],)
 
     @property
     def only_tokens(self) -> bool:

@@ -121,9 +121,10 @@ class Request:
         return self.beam is None and self.params.grammar is None
 
     def run_ahead(self, allowed: bool) -> None:
-        """Whether its steps may be scheduled ahead of their results, and run several times, as far as it lets them."""
+        """Whether its steps may be scheduled ahead of their results, and so run several times, as far as it lets them;
+        those that verify drafts may do that anyway."""
         self.runs_ahead = allowed and self.is_plain
-        self.repeats = self.runs_ahead and self.params.is_simple
+        self.repeats = self.is_plain and self.params.is_simple
 
     @property
     def wants_prompt_logprobs(self) -> bool:

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from headrace.core.beam import BeamGroup, regroup
-from headrace.core.drafting import DraftPolicy, NoDrafts, Verified, note_verified
+from headrace.core.drafting import DraftPolicy, NoDrafts, Verified, note_runs
 from headrace.core.kv_manager import NO_HIT, KVCacheManager, PrefixHit
 from headrace.core.pacing import NoPacing, Pacing
 from headrace.core.plan import Admit, Fork, NewBlocks, StepPlan, StepResult
@@ -145,10 +145,10 @@ class Scheduler:
         for admit in plan.admits:
             self._requests[admit.request_id].admitted = True
         self.trace.prefixes = [use for use in self.trace.prefixes if self._requests[use.request_id].admitted]
-        self.trace.decisions += repeat_runs(plan, self.visits, self.kv, self.limits.max_model_len)
+        limits = self.drafting.limits(plan.requests, len(self.running))
+        self.trace.decisions += repeat_runs(plan, self.visits, self.kv, self.limits.max_model_len, limits)
         self._in_flight[self._next_step] = list(plan.requests)
         self._next_step += 1
-        limits = self.drafting.limits(plan.requests, len(self.running))
         built = plan.build(self._forks, self._fork_blocks, self._released, limits)
         self.trace.decisions += self.drafting.decisions()
         self._released, self._forks, self._fork_blocks = [], [], []
@@ -397,17 +397,18 @@ class Scheduler:
                 if request.beam.offer(request, result.candidates[index]):
                     outputs += self._decide(request.beam)
             else:
+                outputs += accept(request, tokens := result.tokens[index], result.logprobs.get(index))
                 if num_drafts:
-                    accepted = result.num_accepted[index]
-                    request.num_computed -= num_drafts - accepted
-                    request.num_scheduled -= num_drafts - accepted
-                    self.verified.append(note_verified(self.drafting, request, num_drafts, accepted))
+                    runs = result.accepted(index)
+                    vain = length - len(runs) - sum(runs)
+                    request.num_computed -= vain
+                    request.num_scheduled -= vain
+                    self.verified += note_runs(self.drafting, request, num_drafts, runs, len(tokens))
                 if result.num_drafts:
                     request.num_drafts = result.num_drafts[index]
                     request.draft_values = result.draft_values.get(index, _NO_VALUES)
                 if result.draft_sources:
                     request.draft_source = result.draft_sources[index]
-                outputs += accept(request, result.tokens[index], result.logprobs.get(index))
                 if request.finish_reason is not None:  # tokens behind the one that ended it are no part of it
                     request.num_computed = min(request.num_computed, len(request.token_ids) - 1)
                 self._queue_followers(request)

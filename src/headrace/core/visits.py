@@ -1,9 +1,13 @@
-"""How often a step of decodes runs before the host looks at it again. The scheduler asks; a policy answers."""
+"""How often a step of decodes, or of verifications, runs before the host looks at it again. The scheduler asks; a
+policy answers."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
+import numpy as np
+
+from headrace.core.drafting import depth_of_all
 from headrace.core.kv_manager import KVCacheManager
 from headrace.core.plan_builder import PlanBuilder
 
@@ -13,50 +17,60 @@ MOST_RUNS = 8  # of a step: workers that can run one more than once have room fo
 class Visits(Protocol):
     """Chooses and learns from what became of it."""
 
-    def runs(self, num_rows: int) -> int:
-        """Runs of a step of `num_rows` decodes, at least 1."""
+    def runs(self, num_rows: int, verifies: bool = False) -> int:
+        """Runs of a step of `num_rows` decodes, or verifications, at least 1."""
         ...
 
     def decisions(self) -> list[tuple[str, ...]]:
         """(what, chosen, reason, alternatives ...) of the last answer, for the ledger."""
         ...
 
-    def observe(self, num_rows: int, num_runs: int, seconds: float, waited: float) -> None:
+    def observe(self, num_rows: int, num_runs: int, seconds: float, waited: float, verifies: bool = False) -> None:
         """A step of `num_runs` runs of `num_rows` decodes ended `seconds` after the one before it, of which the host
-        `waited` for it."""
+        `waited` for it; of verifications, whose tokens the host must see before the next step, `waited` is what of the
+        time the step took on its device, drafting included."""
         ...
 
 
 class OneRun:
     """Every run is looked at."""
 
-    def runs(self, num_rows: int) -> int:
+    def runs(self, num_rows: int, verifies: bool = False) -> int:
         return 1
 
     def decisions(self) -> list[tuple[str, ...]]:
         return []
 
-    def observe(self, num_rows: int, num_runs: int, seconds: float, waited: float) -> None:
+    def observe(self, num_rows: int, num_runs: int, seconds: float, waited: float, verifies: bool = False) -> None:
         pass
 
 
-def repeat_runs(plan: PlanBuilder, visits: Visits, kv: KVCacheManager, max_len: int) -> list[tuple[str, ...]]:
-    """Give a step of decodes more runs, if they are wanted, all requests may have them, and memory is there for them;
-    the decisions then. `max_len`: tokens that a request may have at most."""
-    runs = visits.runs(len(plan.requests))
-    if runs < 2 or plan.others or plan.prefilling or not all(request.repeats for request in plan.requests):
+def repeat_runs(
+    plan: PlanBuilder, visits: Visits, kv: KVCacheManager, max_len: int, limits: np.ndarray | None
+) -> list[tuple[str, ...]]:
+    """Give a step of decodes, or of verifications of equally many drafts, more runs, if they are wanted, all requests
+    may have them, and memory is there for them; the decisions then. `max_len`: tokens that a request may have at most;
+    `limits`: of what is drafted behind it."""
+    depth = depth_of_all(plan.others.values(), limits) if plan.others else 0
+    if plan.prefilling or len(plan.others) != (len(plan.requests) if depth else 0):
         return []
-    of_use = max(request.max_len - start - 1 for request, start in zip(plan.requests, plan.starts, strict=True))
-    runs = min(runs, of_use, max_len - max(plan.starts))
+    if not all(request.repeats and (depth or request.runs_ahead) for request in plan.requests):
+        return []
+    runs, length = visits.runs(len(plan.requests), depth > 0), 1 + depth
+    if runs < 2:
+        return []
+    left = max(request.max_len - start - 1 for request, start in zip(plan.requests, plan.starts, strict=True))
+    # a verification brings a token at least, and `length` at most: no run that could be in vain for all
+    runs = min(runs, -(-left // length), (max_len - max(plan.starts)) // length)
     if runs < 2:
         return []
     for request, start in zip(plan.requests, plan.starts, strict=True):
-        if start + runs > request.num_slots:
-            news = kv.allocate(request, start + runs, plan.copies)
+        if start + runs * length > request.num_slots:
+            news = kv.allocate(request, start + runs * length, plan.copies)
             if news is None:  # nobody is preempted for it
                 return []
             plan.new_blocks += news
     for request, start in zip(plan.requests, plan.starts, strict=True):
-        request.num_scheduled = start + runs
+        request.num_scheduled = start + runs * length
     plan.num_runs = runs
     return visits.decisions()

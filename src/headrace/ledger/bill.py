@@ -187,8 +187,9 @@ class BillKeeper:
         for member in _members(request):
             self._accounts[member.id] = _Account(member, started_at, arrival, arrival)
 
-    def step(self, plan: StepPlan, own: np.ndarray, began: float, ended: float) -> None:
-        """A step committed. `own` [S] is the predicted seconds of each span alone; times are monotonic seconds."""
+    def step(self, plan: StepPlan, num_runs: int, own: np.ndarray, began: float, ended: float) -> None:
+        """A step of `num_runs` runs committed. `own` [S] is the predicted seconds of each span alone; times are
+        monotonic seconds."""
         start, end = max(nanoseconds(began), self._now), nanoseconds(ended)
         end = max(start, end)
         self._gaps += start - self._now
@@ -207,8 +208,8 @@ class BillKeeper:
         tally = self._table[rows]
         tally[:, _SHARE] += share
         tally[:, _WALL] += wall
-        tally[:, _STEPS] += plan.num_runs
-        tally[:, _END] = starts + lengths * plan.num_runs - drafts  # drafts count when they have been accepted
+        tally[:, _STEPS] += num_runs
+        tally[:, _END] = starts + (lengths - drafts) * num_runs  # drafts count when they have been accepted
         prefill = starts < tally[:, _KNOWN]
         if prefill.any():
             tally[:, _PREFILL] += share * prefill

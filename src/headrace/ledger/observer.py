@@ -111,21 +111,21 @@ class LedgerObserver:
         step = self.ledger.begin(plan.step_id)
         step.started_at = started_at
         step.num_spans = plan.num_spans
-        step.num_prefill_tokens, step.num_decode_tokens = split_tokens(plan)
+        step.num_prefill_tokens, step.num_decode_tokens = split_tokens(plan, result.num_runs)
         step.num_rows, step.num_waiting = trace.num_running, trace.num_waiting
         step.blocks_free, step.blocks_total = blocks_free, self._scheduler.kv.pool.num_blocks
         step.refusals, step.preempted, step.prefixes = trace.refusals, trace.preempted, trace.prefixes
         for what, chosen, reason, *over in trace.decisions:
             step.decide(what, chosen, over, reason)
         work = self._work.of_plan(plan)
-        step.work = work.times(plan.num_runs)
+        step.work = work.times(result.num_runs)
         predicted = self.cost.predict(work)
-        step.predicted = predicted * plan.num_runs
+        step.predicted = predicted * result.num_runs
         step.schedule = planning
         step.num_output_tokens = sum(map(len, result.tokens))
         step.times, step.commit = result.times, seconds
         if verified:
-            self._account_drafts(step, plan, verified)
+            self._account_drafts(step, plan, result.num_runs, verified)
         self._totals.draft_seconds += result.times.draft
         self._totals.proposers_dropped += len(result.dropped)
         if plan.num_spans == 1:
@@ -134,16 +134,18 @@ class LedgerObserver:
             own = self.cost.predict_each(self._work, plan.spans, plan.yields, plan.num_decodes == plan.num_spans)
         step.total = now - max(began, self._last_commit)  # with steps in flight: what it added after the one before
         self._last_commit = now
-        self._bills.step(plan, own * plan.num_runs, began, now)
+        self._bills.step(plan, result.num_runs, own * result.num_runs, began, now)
         # drafting is predicted by itself
-        self.cost.observe(work, (step.total - step.times.draft) / plan.num_runs)
+        self.cost.observe(work, (step.total - step.times.draft) / result.num_runs)
         self.ledger.finish(step)
 
-    def _account_drafts(self, step: OpenStep, plan: StepPlan, verified: Sequence[Verified]) -> None:
+    def _account_drafts(
+        self, step: OpenStep, plan: StepPlan, num_runs: int, verified: Sequence[Verified]
+    ) -> None:
         spans = plan.spans.copy()
         spans[2] -= spans[3]
         without = self._work.work(spans, int(np.count_nonzero(plan.yields)))
-        extra = max(0.0, step.predicted - self.cost.predict(without))
+        extra = max(0.0, step.predicted - num_runs * self.cost.predict(without))
         named = [(self._proposers[each.source], each.num_drafts, each.num_accepted) for each in verified]
         self._totals.add_drafts(named, extra)
         uses: dict[str, list[int]] = {}

@@ -98,13 +98,14 @@ def judge(
     return Judgement(bound, device, rest, bandwidth, compute)
 
 
-def split_tokens(plan: StepPlan) -> tuple[int, int]:
-    """(prefill, decode) tokens that `plan` runs. A decode token belongs to a span that yields and is one token and its
-    drafts long; the last single token of a prompt is therefore a decode token, which is what it costs."""
+def split_tokens(plan: StepPlan, num_runs: int = 1) -> tuple[int, int]:
+    """(prefill, decode) tokens that `plan` runs in so many runs. A decode token belongs to a span that yields and is
+    one token and its drafts long; the last single token of a prompt is therefore a decode token, which is what it
+    costs."""
     if plan.num_decodes == plan.num_spans:  # told in less time
-        return 0, plan.num_spans * plan.num_runs
+        return 0, plan.num_spans * num_runs
     if plan.generates:
-        return 0, plan.num_tokens
+        return 0, plan.num_tokens * num_runs
     lengths = plan.lengths
     decode = int(lengths[plan.yields & (lengths == plan.num_drafts + 1)].sum())
     return int(lengths.sum()) - decode, decode

@@ -31,6 +31,7 @@ class CombinedProposer:
         self._proposers: dict[int, Proposer] = dict(enumerate(proposer for _, proposer in proposers))
         self._dropped: list[str] = []  # since the last step was told of them
         self._skipped = 0
+        self._follower = -1  # which sent its passes behind a step last
         self._asked: list[int] = []  # networks, for drafts, by the last call of `propose`
         self._no_seconds = (0.0,) * len(self.names)
         self.seconds: tuple[float, ...] = ()  # that each proposer took in the last call of `propose`
@@ -120,15 +121,30 @@ class CombinedProposer:
             getattr(proposer, "continues", lambda source: None)(source)
 
     def follow(
-        self, rows: np.ndarray, starts: np.ndarray, lengths: np.ndarray, limits: np.ndarray, wanted: np.ndarray | None
-    ) -> None:
+        self,
+        rows: np.ndarray,
+        starts: np.ndarray,
+        lengths: np.ndarray,
+        limits: np.ndarray,
+        wanted: np.ndarray | None,
+        num_runs: int = 1,
+    ) -> bool:
         """A step of spans [S] that verify all but their first token has been sent, after which rows may have `limits`
         [S] drafts, by each proposer `wanted` [P, S]: where one alone is asked, it may send at once what makes them, for
-        `propose` to take."""
+        `propose` to take. Whether it did. With `num_runs` the step is to run so many times, and `again` to follow each
+        further one; then nothing is sent if that cannot be."""
         asked = [source for source in self._proposers if wanted is None or wanted[source].any()]
         if len(asked) == 1 and (call := getattr(self._proposers[asked[0]], "follow", None)) is not None:
             most = limits if wanted is None else np.minimum(limits, wanted[asked[0]])
-            self._try(asked[0], lambda spans: call(*spans, most), (rows, starts, lengths))
+            sent = self._try(asked[0], lambda spans: call(*spans, most, num_runs), (rows, starts, lengths))
+            self._follower = asked[0]
+            return bool(sent)
+        return False
+
+    def again(self) -> bool:
+        """Send once more what followed last, behind the same step run again. Whether it was."""
+        proposer: Any = self._proposers.get(self._follower)
+        return proposer is not None and bool(self._try(self._follower, lambda call: call() or True, proposer.again))
 
     def passes(self) -> tuple[DraftPass, ...]:
         """What networks took in the last call of `propose`."""

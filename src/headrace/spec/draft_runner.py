@@ -90,7 +90,6 @@ class DraftFollower(ABC):
         many drafts, at most `most`."""
         self.passes = []
         self._table.token_ids = context.token_ids
-        self.kv.pool.settle(-1)
         near: list[int] = []
         depths: list[int] = []
         far: list[_Row] = []
@@ -152,6 +151,7 @@ class DraftFollower(ABC):
         """Blocks for the row's first `num_tokens` tokens; False if they are short."""
         if num_tokens <= row.request.num_slots:
             return True
+        self.kv.pool.settle(-1)  # what was given back is free: passes run in the order in which they are sent
         copies: list[tuple[int, int]] = []
         news = self.kv.allocate(row.request, num_tokens, copies)
         if news is None:

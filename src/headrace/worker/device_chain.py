@@ -99,7 +99,7 @@ class ChainRunner(DeviceRunner):
         # of a head: features that a chain's first step continues, and what makes of them what is carried
         self._index = torch.zeros(0 if carried is None else carried.shape[0], dtype=torch.int32, device=device)
         self._fuse: Callable[[torch.Tensor], torch.Tensor] | None = None
-        self._followed: tuple[ChainKey, int] | None = None  # the chain that followed last, and its spans
+        self._followed: tuple[ChainKey, int, int] | None = None  # the chain that followed last, its spans and tokens
         self.chains = Graphs(self._chain, self._idle_chain, self.launcher.enabled, on_gpu)
 
     def continues(self, source: Verified, fuse: Callable[[torch.Tensor], torch.Tensor] | None) -> None:
@@ -125,13 +125,20 @@ class ChainRunner(DeviceRunner):
         key = self._key(plan, depth, 2 if self._fuse is None else depth + 1, True)
         if key is not None:
             self._send(key, plan)
-            self._followed = key, plan.num_spans
+            self._followed = key, plan.num_spans, plan.num_tokens
         return key is not None
+
+    def again(self) -> None:
+        """Send the chain that followed last once more: the same step of the model has run again."""
+        assert self._followed is not None
+        key, _, num_tokens = self._followed
+        self._launch(key, num_tokens)
 
     def followed(self) -> tuple[Chained, float]:
         """Wait for it: what it drew, and the seconds that it took the GPU."""
         assert self._followed is not None
-        chained = self._landed_of(*self._followed)
+        key, count, _ = self._followed
+        chained = self._landed_of(key, count)
         if self._begun is None or self._landed is None:
             return chained, 0.0
         return chained, self._begun.elapsed_time(self._landed) / 1e3
@@ -161,9 +168,12 @@ class ChainRunner(DeviceRunner):
         spans = np.zeros_like(plan.spans)
         spans[0], spans[1], spans[2] = plan.rows, 1, 1
         self._following.send(StepPlan(0, spans=spans, yields=plan.yields), key.follow)
+        self._launch(key, plan.num_tokens)
+
+    def _launch(self, key: ChainKey, num_tokens: int) -> None:
         if self._begun is not None:
             self._begun.record(self._stream)
-        self.chains.run(key, plan.num_tokens)
+        self.chains.run(key, num_tokens)
         self._landing[: key.depth].copy_(self._chain_drawn[: key.depth], non_blocking=True)
         if self._landed is not None:
             self._landed.record(self._stream)

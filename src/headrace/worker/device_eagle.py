@@ -27,6 +27,14 @@ if TYPE_CHECKING:
     from headrace.worker.device_networks import Passes
 
 
+def follow_depth(lengths: np.ndarray, limits: np.ndarray, num_runs: int) -> int:
+    """Drafts that a chain can make behind a step of spans of `lengths` [S] tokens where at most `limits` [S] are
+    wanted, or, of several runs, as many as the next one verifies; 0: they are not the same for all."""
+    depths = lengths - 1 if num_runs > 1 else limits
+    depth = int(depths[0])
+    return depth if (depths == depth).all() and (depth <= limits).all() else 0
+
+
 class HeadModel:
     """A head as a model: the features of a pass are read from a buffer, and those that it made left in another."""
 
@@ -90,17 +98,20 @@ class DeviceHeadRunner(HeadFollower):
         self._feed(rows, counts)
         return self.sender.chain(rows, counts, depths, int(depths[0]) + 1)
 
-    def follow(self, rows: np.ndarray, starts: np.ndarray, lengths: np.ndarray, limits: np.ndarray) -> int:
+    def follow(
+        self, rows: np.ndarray, starts: np.ndarray, lengths: np.ndarray, limits: np.ndarray, num_runs: int
+    ) -> int:
         """Send a chain behind a step of spans [S] from `starts` on that verify all but their first token, for at most
-        `limits` [S] drafts. How many passes it has; 0: drafts cannot be made before it is known what is accepted."""
-        depth = int(limits[0])
-        if depth < 1 or (limits != depth).any():
+        `limits` [S] drafts, in the first of `num_runs` runs. How many passes it has; 0: drafts cannot be made before it
+        is known what is accepted, or not between runs."""
+        depth = follow_depth(lengths, limits, num_runs)
+        if not depth:
             return 0
         for number, start, length in zip(rows.tolist(), starts.tolist(), lengths.tolist(), strict=True):
             row = self._rows.get(number)
             if row is None or row.num_kept or not row.fed or row.base + row.fed != start:
                 return 0
-            entries = start + length - row.base  # at most
+            entries = start + num_runs * length - row.base  # at most
             if entries + depth > self._max_len or not self._allocate(row, entries + depth - 1):
                 return 0
         return depth if self.sender.follow(rows, lengths, depth) else 0

@@ -40,7 +40,8 @@ def without_drafts(plan: StepPlan) -> StepPlan:
     spans = plan.spans.copy()
     spans[2] -= spans[3]
     spans[3] = 0
-    return replace(plan, spans=spans, draft_limits=np.zeros((0, plan.num_spans), np.int32))
+    num_runs = 1 if plan.num_drafts.any() else plan.num_runs
+    return replace(plan, spans=spans, num_runs=num_runs, draft_limits=np.zeros((0, plan.num_spans), np.int32))
 
 
 def run_in_parts(
@@ -63,7 +64,7 @@ def _run(execute: Callable[[StepPlan], Running], plan: StepPlan) -> StepResult:
     if done is not None:
         return _rest(execute, plan, done, num_done)
     if plan.num_spans == 1:
-        return StepResult(plan.step_id, tokens=[[]], num_accepted=[0], errors={0: NO_MEMORY})
+        return StepResult(plan.step_id, tokens=[[]], num_accepted=[0], num_runs=plan.num_runs, errors={0: NO_MEMORY})
     half = plan.num_spans // 2
     first, second = (
         _run(execute, replace(plan, spans=plan.spans[:, part], yields=plan.yields[part]))
@@ -79,7 +80,8 @@ def _rest(execute: Callable[[StepPlan], Running], plan: StepPlan, done: Running,
     second = _run(execute, replace(plan, spans=spans, num_runs=plan.num_runs - num_done))
     errors = {**second.errors, **first.errors}
     tokens = [[*old, *new] for old, new in zip(first.tokens, second.tokens, strict=True)]
-    return replace(second, tokens=[[] if span in errors else each for span, each in enumerate(tokens)], errors=errors)
+    told = [[] if span in errors else each for span, each in enumerate(tokens)]
+    return replace(second, tokens=told, errors=errors, num_runs=plan.num_runs)
 
 
 def _joined(first: StepResult, second: StepResult, half: int) -> StepResult:
@@ -99,6 +101,7 @@ def _joined(first: StepResult, second: StepResult, half: int) -> StepResult:
         first.step_id,
         tokens=first.tokens + second.tokens,
         num_accepted=first.num_accepted + second.num_accepted,
+        num_runs=first.num_runs,
         times=times,
         **both,  # type: ignore[arg-type]
     )

@@ -34,7 +34,7 @@ from headrace.spec.parallel_draft import check_mask_token
 from headrace.spec.tree import TokenTree, ladder_tree, packed
 from headrace.worker.device_cache import DeviceKVCache
 from headrace.worker.device_chain import Chained, ChainRunner
-from headrace.worker.device_eagle import DeviceHeadRunner, HeadModel
+from headrace.worker.device_eagle import DeviceHeadRunner, HeadModel, follow_depth
 from headrace.worker.device_table import DeviceTable, Hosts
 from headrace.worker.pending import PendingStep
 from headrace.worker.step_kernel import StepKernelChoice
@@ -191,6 +191,10 @@ class Passes:
         self.was_usual = captures == self._runner.chains.counts.captures
         return sent
 
+    def again(self) -> None:
+        """See ChainRunner."""
+        self._runner.again()
+
     def followed(self) -> tuple[Chained, float]:
         """See ChainRunner."""
         return self._runner.followed()
@@ -252,11 +256,13 @@ class DeviceDraftRunner(DraftFollower):
         lengths = self._table.num_tokens[rows] - self._table.num_computed[rows]
         return self.sender.chain(rows, lengths, depths, 2)
 
-    def follow(self, rows: np.ndarray, starts: np.ndarray, lengths: np.ndarray, limits: np.ndarray) -> int:
+    def follow(
+        self, rows: np.ndarray, starts: np.ndarray, lengths: np.ndarray, limits: np.ndarray, num_runs: int
+    ) -> int:
         """See DeviceHeadRunner: every row's known tokens must have been computed, and the drafts that are verified be
         its own, of which all but the last were."""
-        depth = int(limits[0])
-        if depth < 1 or (limits != depth).any():
+        depth = follow_depth(lengths, limits, num_runs)
+        if not depth:
             return 0
         tokens = self._table.token_ids
         for number, start, length in zip(rows.tolist(), starts.tolist(), lengths.tolist(), strict=True):
@@ -264,9 +270,8 @@ class DeviceDraftRunner(DraftFollower):
             if row is None or row.request.num_computed != known or len(row.request.token_ids) != known:
                 return 0
             drafts = tokens[number, known : known + length - 2].tolist() if length > 2 else []
-            if row.drafts[: len(drafts)] != drafts or known + length + depth > self._max_len:
-                return 0
-            if not self._allocate(row, known + length + depth - 1):
+            most = known + num_runs * length + depth
+            if row.drafts[: len(drafts)] != drafts or most > self._max_len or not self._allocate(row, most - 1):
                 return 0
         return depth if self.sender.follow(rows, np.full(len(rows), 2, np.int32), depth) else 0
 
@@ -384,10 +389,18 @@ class DeviceDraftProposer:
         self.runner.sender.continues(source, head)
 
     @torch.inference_mode()
-    def follow(self, rows: np.ndarray, starts: np.ndarray, lengths: np.ndarray, limits: np.ndarray) -> bool:
+    def follow(
+        self, rows: np.ndarray, starts: np.ndarray, lengths: np.ndarray, limits: np.ndarray, num_runs: int
+    ) -> bool:
         """See CombinedProposer."""
-        self._followed = self.runner.follow(rows, starts, lengths, np.minimum(limits, self._most_drafts))
+        limits = np.minimum(limits, self._most_drafts)
+        self._followed = self.runner.follow(rows, starts, lengths, limits, num_runs)
         return self._followed > 0
+
+    @torch.inference_mode()
+    def again(self) -> None:
+        """See CombinedProposer."""
+        self.runner.sender.again()
 
     def _take_followed(self, context: DraftContext) -> Drafts:
         """What was drafted behind the step that verified."""

@@ -143,7 +143,7 @@ class DeviceRunner:
         self._cache.copy_blocks(plan.block_copies)
         hosted = table.hosted[plan.rows]
         any_hosted = bool(hosted.any())
-        assert plan.num_runs == 1 or not (any_hosted or waits), "the host sees every token of such rows"
+        assert plan.num_runs == 1 or not any_hosted, "the host sees every token of such rows"
         slot = self._slots[self._turn]
         self._turn = (self._turn + 1) % len(self._slots)
         warm = bool(table.warm[plan.rows].any())
@@ -159,7 +159,11 @@ class DeviceRunner:
         late = self._speculation is not None and not any_hosted and not waits  # its tokens are taken in later
         features: list[torch.Tensor] = []  # of each run: heads go on from them when drafts are wanted again
         hidden: torch.Tensor | None = None
-        for run in range(plan.num_runs):
+        num_runs = plan.num_runs
+        for run in range(num_runs):
+            if run and waits and (key is None or not self._draft_between(plan, run)):
+                num_runs = run
+                break
             if key is not None:
                 self.launcher.run(key, plan.num_tokens)
             else:
@@ -175,10 +179,11 @@ class DeviceRunner:
         slot.end()
         # a step that waited for a compiler says nothing of the others
         observe = None
-        if could is not None and RUNTIME.loaded == made[0]:
+        if could is not None and RUNTIME.loaded == made[0] and not (waits and num_runs > 1):
             observe = partial(self.launcher.observe, could, key is not None)
         warming = (RUNTIME.loaded, self.launcher.counts.captures) != made
-        pending = PendingStep(plan, slot, plan.yields & ~hosted, time.perf_counter() - started, observe, warming)
+        ran = plan if num_runs == plan.num_runs else replace(plan, num_runs=num_runs)
+        pending = PendingStep(ran, slot, plan.yields & ~hosted, time.perf_counter() - started, observe, warming)
         self._pending.append(pending)
         if self._speculation is None and any_hosted:
             table.advance(plan)
@@ -186,11 +191,10 @@ class DeviceRunner:
             if late:
                 self._commit_late(pending, plan, features)
             return pending
-        while self._unsettled:  # the host's table must know what came before
-            self._unsettled.popleft().result()
+        self._take_in()
         if not any_hosted and self._speculation is not None:
             if trees is None:
-                self._speculation.follow(plan)
+                self._draft_between(plan, num_runs) if num_runs > 1 else self._speculation.follow(plan)
             pending.settle = partial(self._finish, plan, hosted, batch, trees)
             return pending  # what comes of its tokens is done when they are asked for
         drawn_here = None if hidden is None else self._draw_on_host(plan, hosted, hidden, trees)
@@ -206,6 +210,19 @@ class DeviceRunner:
                     table.commit_hosted(int(plan.rows[span]), token)
         self.flush()  # before a row may change hands
         return FinishedStep(result)
+
+    def _take_in(self) -> None:
+        """The host's table learns what came of all steps but the one being sent."""
+        while self._unsettled:
+            self._unsettled.popleft().result()
+
+    def _draft_between(self, plan: StepPlan, run: int) -> bool:
+        """Send what drafts behind the last run of a step that verifies, for `run`. False if nothing can."""
+        assert self._speculation is not None
+        if run > 1:
+            return self._speculation.again()
+        self._take_in()
+        return self._speculation.follow(plan, plan.num_runs)
 
     def settle(self) -> None:
         """Wait for all that was sent and read it, for more steps to follow than results can lie about."""

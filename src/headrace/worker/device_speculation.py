@@ -62,16 +62,25 @@ class Speculation:
                 self._table.send_many(plan.rows[away], known[away], plan.num_drafts[away])
         return drafted or plan.draft_limits is None or len(plan.draft_limits) > 0
 
-    def follow(self, plan: StepPlan) -> None:
+    def follow(self, plan: StepPlan, num_runs: int = 1) -> bool:
         """The step has been sent, and rows stand as the host's table says: what can be drafted behind it on the GPU,
-        before its tokens are known here, is sent too."""
+        before its tokens are known here, is sent too. Whether something was. `num_runs`: of the step, between which
+        the same is to be drafted (`again`), as much as it verifies."""
         if not self.proposer.follows or (plan.draft_limits is not None and not len(plan.draft_limits)):
-            return  # nobody can, or is asked
+            return False  # nobody can, or is asked
         if self._nodes or not plan.yields.all() or (plan.lengths != 1 + plan.num_drafts).any():
-            return
+            return False
         host, rows = self._table.host, plan.rows
         limits = np.minimum(host.sampling.max_drafts[rows], self.most_drafts)
-        self.proposer.follow(rows, host.num_computed[rows], plan.lengths, limits, plan.draft_limits)
+        if num_runs > 1 and (limits < plan.num_drafts).any():
+            return False
+        return self.proposer.follow(
+            rows, host.num_computed[rows], plan.lengths, limits, plan.draft_limits, num_runs
+        )
+
+    def again(self) -> bool:
+        """The same behind another run of the step."""
+        return self.proposer.again()
 
     def finish(self, plan: StepPlan, result: StepResult, features: torch.Tensor | None) -> StepResult:
         """Take in what a step brought, and add to it what is drafted for the next. `features` [T, F]: what the model
@@ -79,18 +88,28 @@ class Speculation:
         started = time.perf_counter()
         starts = self._table.host.num_computed[plan.rows]  # a copy
         self.commit(plan, result)
+        if result.num_runs > 1:
+            features = None  # what continues them has done so between the runs
         num_drafts, sources, values = self._propose(plan, starts, features)
         before, self._made = self._made, (RUNTIME.loaded, self.proposer.num_captures)
+        passes, between = self.proposer.passes(), 0.0
+        if result.num_runs > 1:  # passes that were made between runs, which the step's time holds, are drafting
+            between = (result.num_runs - 1) * sum(each.seconds for each in passes)
+            passes *= result.num_runs
         return replace(
             result,
             warming=result.warming or self._made != before,
             num_drafts=num_drafts,
             draft_sources=sources,
             draft_values=values,
-            draft_passes=self.proposer.passes(),
-            draft_seconds=self.proposer.seconds,
+            draft_passes=passes,
+            draft_seconds=tuple(each + between * bool(each) for each in self.proposer.seconds),
             dropped=self.proposer.dropped(),
-            times=replace(result.times, draft=time.perf_counter() - started),
+            times=replace(
+                result.times,
+                forward=max(0.0, result.times.forward - between),
+                draft=time.perf_counter() - started + between,
+            ),
         )
 
     def commit_late(

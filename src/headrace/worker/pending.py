@@ -88,16 +88,25 @@ class PendingStep:
             if self._yielding[index]:
                 errors[index] = DAMAGED
         drafted = np.flatnonzero(plan.num_drafts * self._yielding).tolist()
+        by_run: list[list[int]] = []
         if drafted:
-            told, num_drafts = drawn[0].tolist(), plan.num_drafts.tolist()
+            num_drafts = plan.num_drafts.tolist()
+            accepted: list[list[int]] = [[0] * runs for _ in tokens]
             for index in drafted:
-                own = told[index][: 1 + num_drafts[index]]
-                if index not in errors:
-                    tokens[index] = own[: own.index(-1)] if -1 in own else own
+                if index in errors:
+                    continue
+                tokens[index] = []
+                for run, own in enumerate(drawn[:, index, : 1 + num_drafts[index]].tolist()):
+                    kept = own[: own.index(-1)] if -1 in own else own
+                    tokens[index] += kept
+                    accepted[index][run] = len(kept) - 1
+            by_run = accepted if runs > 1 else []
         return StepResult(
             plan.step_id,
             tokens=tokens,
-            num_accepted=[max(0, len(each) - 1) for each in tokens] if drafted else [0] * len(tokens),
+            num_accepted=[max(0, len(each) - runs) for each in tokens] if drafted else [0] * len(tokens),
+            num_runs=runs,
+            accepted_by_run=by_run,
             errors=errors,
             warming=self._warming,
             # what of sending it the GPU did not hide: where there is any, the host is what bounds the step
