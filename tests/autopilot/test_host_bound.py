@@ -59,12 +59,12 @@ def test_fewer_again_when_the_host_has_become_fast():
 def test_verifications_are_looked_at_seldom_enough_to_keep_the_gpu_busy(still, run, want):
     """The GPU stands `still` for so many seconds before each visit, and takes `run` for each of its runs."""
     policy = HostBound()
-    assert policy.runs(3, verifies=True) == 1 and policy.decisions() == []
+    assert policy.runs(3, serial=True) == 1 and policy.decisions() == []
     for visit in range(200):
-        runs = policy.runs(3, verifies=True)
+        runs = policy.runs(3, serial=True)
         pause = 0.5 if visit == 130 else 0.0
-        policy.observe(3, runs, still + runs * run + pause, runs * run, verifies=True)
-    assert policy.runs(3, verifies=True) == want
+        policy.observe(3, runs, still + runs * run + pause, runs * run, serial=True)
+    assert policy.runs(3, serial=True) == want
     assert [told[:2] for told in policy.decisions()] == ([("runs a visit", str(want))] if want > 1 else [])
     assert policy.runs(3) == 1, "decodes are another matter"
 

@@ -21,7 +21,7 @@ class Runs(OneRun):
     def __init__(self, count):
         self.count = count
 
-    def runs(self, num_rows, verifies=False):
+    def runs(self, num_rows, serial=False):
         return self.count
 
 

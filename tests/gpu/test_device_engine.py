@@ -54,7 +54,7 @@ def test_prompts_beside_a_full_table_run_padded(model, gpu_engine, monkeypatch):
 def test_several_runs_of_a_step_give_the_same_tokens(model, gpu_engine, monkeypatch, runs):
     params = [each.with_(max_tokens=3 * runs) for each in PARAMS[:2]]
     want = answers(model, params, PROMPTS[:2], device="cpu", mode="exact", **SMALL)
-    monkeypatch.setattr(HostBound, "runs", lambda self, num_rows, verifies=False: runs)
+    monkeypatch.setattr(HostBound, "runs", lambda self, num_rows, serial=False: runs)
     with LLM(str(model), device="cuda", mode="exact", kv_cache="1MiB", **SMALL) as llm:
         outputs = llm.generate(PROMPTS[:2], params)
         llm.engine.core.scheduler.check()
@@ -65,7 +65,7 @@ def test_several_runs_of_a_step_give_the_same_tokens(model, gpu_engine, monkeypa
 
 @pytest.mark.slow
 def test_what_runs_beyond_a_stop_is_not_counted(model, gpu_engine, monkeypatch):
-    monkeypatch.setattr(HostBound, "runs", lambda self, num_rows, verifies=False: 4)
+    monkeypatch.setattr(HostBound, "runs", lambda self, num_rows, serial=False: 4)
     with LLM(str(model), device="cuda", mode="exact", kv_cache="1MiB", **SMALL) as llm:
         params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
         third = llm.generate([1, 2, 3], params)[0].outputs[0].token_ids[2]

@@ -106,7 +106,7 @@ def test_a_visit_goes_on_where_its_memory_ran_out(tmp_path, gpu_engine, monkeypa
         return step(self, *args)
 
     monkeypatch.setattr(DeviceRunner, "_step", fails_once)
-    monkeypatch.setattr(HostBound, "runs", lambda self, num_rows, verifies=False: 4)
+    monkeypatch.setattr(HostBound, "runs", lambda self, num_rows, serial=False: 4)
     found = outputs(model, [[1, 2, 3]], params, steps_in_flight=2)
     assert len(calls) > 4 and [each.token_ids for each in found] == [each.token_ids for each in want]
 

@@ -164,7 +164,7 @@ def test_a_head_keeps_its_context_where_drafts_are_done_without(models, gpu_engi
     if hosted:
         params[1] = params[0].with_(repetition_penalty=1.3)
     options = OPTIONS | {"speculate": "eagle", "draft_model": models["eagle1"]}
-    monkeypatch.setattr(HostBound, "runs", lambda self, num_rows, verifies=False: runs)
+    monkeypatch.setattr(HostBound, "runs", lambda self, num_rows, serial=False: runs)
 
     places = drafts_by_place(monkeypatch)
     with LLM(models["target"], device="cpu", **options | {"num_draft_tokens": 2}) as llm:
@@ -210,7 +210,7 @@ def test_a_window_reaches_over_blocks_that_are_held_where_drafts_follow(models, 
 @pytest.mark.parametrize("name", ["other", "windowed", "eagle1", "eagle3"])
 def test_several_verifications_a_visit(models, gpu_engine, monkeypatch, name):
     """What drafts for the next run goes on from the one before it, before the host has seen either."""
-    monkeypatch.setattr(HostBound, "runs", lambda self, num_rows, verifies=False: 3)
+    monkeypatch.setattr(HostBound, "runs", lambda self, num_rows, serial=False: 3)
     results, original = [], FixedDepth.observe_step
     monkeypatch.setattr(FixedDepth, "observe_step", lambda *each: (results.append(each[1:]), original(*each)))
     target = models["deep" if name == "eagle3" else "target"]
@@ -220,7 +220,8 @@ def test_several_verifications_a_visit(models, gpu_engine, monkeypatch, name):
     found, (verified, accepted) = run(target, params, prompts, **DEVICE, **options)
     assert found == want
     repeated = [result for plan, result in results if plan.num_drafts.any() and result.num_runs > 1]
-    assert len(repeated) > 2 and verified > 20
+    assert verified > 20
+    assert len(repeated) > 2 or not INTERPRETED, "on a GPU so few of a kind may not be worth a graph"
     for result in repeated:
         assert [sum(runs) for runs in result.accepted_by_run] == result.num_accepted
         assert [len(runs) for runs in result.accepted_by_run] == [result.num_runs] * len(result.tokens)

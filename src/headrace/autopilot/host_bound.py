@@ -8,9 +8,8 @@ last runs are in vain, and by those that arrive during it; so a visit is kept sh
 No prediction decides. The host is what bounds a load where it hardly waits for its steps: then the runs are doubled,
 and halved again where that brought little. Where it waits for most of the time, half as many runs would hide it too.
 
-A step that verifies drafts cannot be sent before the one before it was looked at: the GPU stands still from when that
-one ends until the next one comes. How long is measured; so many runs are made at once that it is a small part of a
-visit.
+Where drafts may go on from its tokens, a step is looked at before the next one is sent: the GPU stands still from when
+it ends until that one comes. How long is measured; so many runs are made at once that it is a small part of a visit.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _SLACK = 0.55  # it waits for more: half the runs would do
 _WORTH = 1.03  # what twice the runs must bring
 _MOST_SECONDS = 0.01  # of a visit
 _MEMORY = 64  # windows after which more runs that brought little are tried again
-_STILL = 0.08  # of a visit that verifies: at most this part of the GPU's time is lost between it and the next
+_STILL = 0.08  # of a visit that is looked at before the next: at most this part of the GPU's time is lost between them
 _KEPT = 0.9  # weight of the past in what is measured of such visits
 
 
@@ -43,8 +42,8 @@ class _Load:
         self.visits, self.seconds, self.waited = 0, 0.0, 0.0
 
 
-class _Verifying:
-    """What is known of steps of some number of rows that verify drafts."""
+class _Serial:
+    """What is known of steps of some number of rows that are looked at before the next one is sent."""
 
     def __init__(self) -> None:
         self.still, self.run = 0.0, 0.0  # seconds that the GPU stands still before a visit; of a run, drafting included
@@ -59,7 +58,7 @@ class _Verifying:
             still, run = min(still, 4 * self.still + 1e-4), min(run, 4 * self.run + 1e-4)
         self.still += (1 - kept) * (still - self.still)
         self.run += (1 - kept) * (run - self.run)
-        if self.seen % _WINDOW == 0 and self.run > 0:
+        if self.run > 0 and (1 < self.seen < _WINDOW or self.seen % _WINDOW == 0):
             few = math.ceil((1 - _STILL) * self.still / (_STILL * self.run))
             self.runs = max(1, min(few, int(_MOST_SECONDS / self.run), MOST_RUNS))
 
@@ -73,12 +72,12 @@ class HostBound:
 
     def __init__(self) -> None:
         self._loads: dict[int, _Load] = {}  # rows, rounded -> what is known
-        self._verifying: dict[int, _Verifying] = {}  # the same of steps that verify
+        self._serial: dict[int, _Serial] = {}  # the same of those that are looked at before the next one is sent
         self._told: list[tuple[str, ...]] = []
 
-    def runs(self, num_rows: int, verifies: bool = False) -> int:
-        if verifies:
-            known = self._verifying.get(num_rows.bit_length())
+    def runs(self, num_rows: int, serial: bool = False) -> int:
+        if serial:
+            known = self._serial.get(num_rows.bit_length())
             runs = 1 if known is None else known.runs
             self._told = [known.told()] if known is not None and runs > 1 else []
             return runs
@@ -92,9 +91,9 @@ class HostBound:
     def decisions(self) -> list[tuple[str, ...]]:
         return self._told
 
-    def observe(self, num_rows: int, num_runs: int, seconds: float, waited: float, verifies: bool = False) -> None:
-        if verifies:
-            self._verifying.setdefault(num_rows.bit_length(), _Verifying()).observe(num_runs, seconds, waited)
+    def observe(self, num_rows: int, num_runs: int, seconds: float, waited: float, serial: bool = False) -> None:
+        if serial:
+            self._serial.setdefault(num_rows.bit_length(), _Serial()).observe(num_runs, seconds, waited)
             return
         load = self._loads.setdefault(num_rows.bit_length(), _Load())
         if num_runs != load.runs:  # planned before the number changed

@@ -18,7 +18,7 @@ from headrace.core.drafting import DraftPolicy
 from headrace.core.plan import StepPlan, StepResult
 from headrace.core.request import Request
 
-_WINDOW = 32  # steps that a way is measured for
+_WINDOW = 32  # steps, those of one visit counted each, that a way is measured for
 _SETTLING = 4  # steps after a change that do not count
 _PATIENCE = 4  # windows after which the other way is tried again, at first
 _MOST_PATIENCE = 16
@@ -78,11 +78,11 @@ class RunAhead:
             self._begin()
         if last is None or not plan.generates or result.warming or self.speculates != self._wanted:
             return
-        self._steps += 1
+        self._steps += result.num_runs
         if self._steps > _SETTLING:
             self._tokens += sum(map(len, result.tokens)) / plan.num_spans
             self._seconds += now - last
-        if self._steps == _SETTLING + _WINDOW:
+        if self._steps >= _SETTLING + _WINDOW:
             self._learn(self._tokens / max(self._seconds, 1e-9))
 
     def _begin(self) -> None:

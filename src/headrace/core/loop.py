@@ -105,13 +105,7 @@ class EngineCore:
 
     def step(self) -> list[TokenOutput]:
         """Keep `depth` steps in flight, wait for the oldest and return what it brought; [] when idle."""
-        while len(self._in_flight) < self._depth and self.scheduler.has_work:
-            started = time.perf_counter()
-            plan = self.scheduler.schedule()
-            if not plan.num_spans:
-                break
-            self._observer.planned(plan, self.scheduler, time.perf_counter() - started)
-            self._in_flight.append((plan, self._runner.execute(plan)))
+        self._send()
         self.tell()
         if not self._in_flight:
             if self.scheduler.has_work:
@@ -126,8 +120,9 @@ class EngineCore:
         self._last = started
         outputs = self.scheduler.commit(plan, result)
         self._untold = plan, result, outputs, time.perf_counter() - started
-        if not self._may_wait(plan, outputs):
-            self.tell()
+        if self._is_awaited(plan, outputs):
+            self._send()
+        self.tell()
         if not self.has_work:
             self._last = None
         if self._always_check or not self.has_work:
@@ -137,16 +132,27 @@ class EngineCore:
     def _observe_visit(self, plan: StepPlan, result: StepResult, seconds: float, waited: float) -> None:
         """A step ended `seconds` after the one before it, of which the host `waited` for it: tell what chooses how
         often such steps run at once."""
-        visits, count = self.scheduler.visits, plan.num_spans
-        if plan.num_decodes == count:
-            if not self.scheduler.drafting.speculates:
-                visits.observe(count, result.num_runs, seconds, waited)
-        elif self._depth > 1 and plan.generates and not result.warming:
+        if self._depth == 1 or not plan.generates:
+            return
+        visits, count, serial = self.scheduler.visits, plan.num_spans, self.scheduler.drafting.speculates
+        if not serial:
+            visits.observe(count, result.num_runs, seconds, waited)
+        elif not result.warming:
             busy = result.times.forward + sum(each.seconds for each in result.draft_passes)
-            visits.observe(count, result.num_runs, seconds, busy, verifies=True)
+            visits.observe(count, result.num_runs, seconds, busy, serial=True)
 
-    def _may_wait(self, plan: StepPlan, outputs: list[TokenOutput]) -> bool:
-        """Whether the observer may be told of the step after the next one is sent. Where steps could overlap and this
+    def _send(self) -> None:
+        """Plan and start steps until `depth` are in flight, or no more can be planned."""
+        while len(self._in_flight) < self._depth and self.scheduler.has_work:
+            started = time.perf_counter()
+            plan = self.scheduler.schedule()
+            if not plan.num_spans:
+                break
+            self._observer.planned(plan, self.scheduler, time.perf_counter() - started)
+            self._in_flight.append((plan, self._runner.execute(plan)))
+
+    def _is_awaited(self, plan: StepPlan, outputs: list[TokenOutput]) -> bool:
+        """Whether the next step is to be sent before anybody is told of this one. Where steps could overlap and this
         one's tokens had to be waited for, since drafts go on from them, a GPU has nothing to do until then."""
         if self._depth == 1 or self._in_flight or not self.scheduler.drafting.speculates or not self.has_work:
             return False

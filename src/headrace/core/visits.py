@@ -17,31 +17,31 @@ MOST_RUNS = 8  # of a step: workers that can run one more than once have room fo
 class Visits(Protocol):
     """Chooses and learns from what became of it."""
 
-    def runs(self, num_rows: int, verifies: bool = False) -> int:
-        """Runs of a step of `num_rows` decodes, or verifications, at least 1."""
+    def runs(self, num_rows: int, serial: bool = False) -> int:
+        """Runs of a step of `num_rows` decodes or verifications, at least 1. `serial`: the step after it is not sent
+        before its tokens are known, as where drafts go on from them."""
         ...
 
     def decisions(self) -> list[tuple[str, ...]]:
         """(what, chosen, reason, alternatives ...) of the last answer, for the ledger."""
         ...
 
-    def observe(self, num_rows: int, num_runs: int, seconds: float, waited: float, verifies: bool = False) -> None:
+    def observe(self, num_rows: int, num_runs: int, seconds: float, waited: float, serial: bool = False) -> None:
         """A step of `num_runs` runs of `num_rows` decodes ended `seconds` after the one before it, of which the host
-        `waited` for it; of verifications, whose tokens the host must see before the next step, `waited` is what of the
-        time the step took on its device, drafting included."""
+        `waited` for it; of a `serial` one `waited` is what it took its device, drafting included."""
         ...
 
 
 class OneRun:
     """Every run is looked at."""
 
-    def runs(self, num_rows: int, verifies: bool = False) -> int:
+    def runs(self, num_rows: int, serial: bool = False) -> int:
         return 1
 
     def decisions(self) -> list[tuple[str, ...]]:
         return []
 
-    def observe(self, num_rows: int, num_runs: int, seconds: float, waited: float, verifies: bool = False) -> None:
+    def observe(self, num_rows: int, num_runs: int, seconds: float, waited: float, serial: bool = False) -> None:
         pass
 
 
@@ -54,14 +54,16 @@ def repeat_runs(
     depth = depth_of_all(plan.others.values(), limits) if plan.others else 0
     if plan.prefilling or len(plan.others) != (len(plan.requests) if depth else 0):
         return []
-    if not all(request.repeats and (depth or request.runs_ahead) for request in plan.requests):
+    serial = not all(request.runs_ahead for request in plan.requests)
+    drafts_follow = not depth and (limits is None or len(limits) > 0)  # then what comes next is not a run of the same
+    if (serial and drafts_follow) or not all(request.repeats for request in plan.requests):
         return []
-    runs, length = visits.runs(len(plan.requests), depth > 0), 1 + depth
+    runs, length = visits.runs(len(plan.requests), serial), 1 + depth
     if runs < 2:
         return []
     left = max(request.max_len - start - 1 for request, start in zip(plan.requests, plan.starts, strict=True))
-    # a verification brings a token at least, and `length` at most: no run that could be in vain for all
-    runs = min(runs, -(-left // length), (max_len - max(plan.starts)) // length)
+    # a verification brings a token at least, `length` at most: half of that, or the last runs would be in vain for all
+    runs = min(runs, -(-2 * left // length) if depth else left, (max_len - max(plan.starts)) // length)
     if runs < 2:
         return []
     for request, start in zip(plan.requests, plan.starts, strict=True):
