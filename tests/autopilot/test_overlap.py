@@ -12,12 +12,22 @@ from headrace.sampling.params import Grammar, SamplingParams
 GREEDY = SamplingParams(temperature=0.0)
 
 
-class Engine:
-    """Steps of requests that all decode: with drafts a step brings `gain` tokens and takes `cost` times as long."""
+class Drafts(FixedDepth):
+    """Of a network, and, where there are two, of a look-up before it."""
 
-    def __init__(self, gain, cost):
-        self.gain, self.cost, self.now = gain, cost, 0.0
-        self.policy = RunAhead(FixedDepth(4), clock=lambda: self.now)
+    def limits(self, requests, num_rows):
+        return np.full((len(self._proposers), len(requests)), self._most, np.int32)
+
+
+class Engine:
+    """Steps of requests that all decode: with drafts a step brings `gain` tokens and takes `cost` times as long; by
+    networks only, if that is something else, `network` times."""
+
+    def __init__(self, gain, cost, network=None):
+        self.gain, self.cost, self.network, self.now = gain, cost, network, 0.0
+        names = ("eagle",) if network is None else ("ngram", "eagle")
+        look_ups = () if network is None else (0,)
+        self.policy = RunAhead(Drafts(4, names), clock=lambda: self.now, look_ups=look_ups)
         self.requests = [
             Request("a", [1], GREEDY, 10),
             Request("b", [1], GREEDY.with_(grammar=Grammar("regex", "a")), 10),
@@ -25,15 +35,17 @@ class Engine:
         for request in self.requests:
             request.runs_ahead = request.is_plain and not self.policy.speculates
 
-    def step(self, length=1, warming=0.0):
+    def step(self, length=1, warming=0.0, runs=1):
         assert self.policy.may_plan(self.requests, 0)
-        drafts = self.policy.speculates
-        self.now += 0.01 * (self.cost if drafts else 1.0) + warming
+        asked = len(self.policy.limits(self.requests, 2).nonzero()[0]) // 2  # proposers
+        assert bool(asked) == self.policy.speculates
+        cost = 1.0 if not asked else self.network if asked == 1 and self.network else self.cost
+        self.now += 0.01 * runs * cost + warming
         spans = np.array([[0, 1], [5, 5], [length, 1], [0, 0]], np.int32)
-        tokens = [[1] * (self.gain if drafts else 1)] * 2
-        result = StepResult(0, tokens, [0, 0], warming=warming > 0)
+        tokens = [[1] * (self.gain if asked else 1) * runs] * 2
+        result = StepResult(0, tokens, [0, 0], num_runs=runs, warming=warming > 0)
         self.policy.observe_step(StepPlan(0, spans=spans, yields=np.ones(2, bool)), result)
-        return drafts
+        return asked
 
 
 @pytest.mark.parametrize(("gain", "cost", "better"), [(3, 1.5, True), (1, 1.3, False)])
@@ -44,6 +56,23 @@ def test_the_better_way_is_found_and_the_other_one_seldom_tried(gain, cost, bett
     assert len(set(ways[:80])) == 2, "both are measured"
     assert np.mean([way == better for way in ways[200:]]) > 0.85
     assert np.mean([way == better for way in ways[1500:]]) > 0.9
+
+
+@pytest.mark.parametrize(("gain", "cost", "network", "better"), [(3, 1.5, 2.0, 2), (3, 4.0, 2.0, 1), (2, 3.0, 2.5, 0)])
+def test_of_three_ways_the_best_is_found(gain, cost, network, better):
+    engine = Engine(gain, cost, network)
+    ways = [engine.step() for _ in range(6000)]
+    assert ways[0] == 2 and len(set(ways[:120])) == 3, "all are measured, that of all proposers first"
+    assert np.mean([way == better for way in ways[400:]]) > 0.8
+    assert np.mean([way == better for way in ways[3000:]]) > 0.9
+    told = engine.policy.decisions()
+    assert not told or told[-1][:2] == ("drafts", engine.policy._told(better))
+
+
+def test_the_runs_of_a_visit_count_each():
+    engine = Engine(3, 1.5)
+    ways = [engine.step(runs=8) for _ in range(400)]
+    assert len(set(ways[:12])) == 2 and np.mean(ways[100:]) > 0.85
 
 
 def test_steps_that_warm_up_say_nothing_of_those_to_come():
@@ -71,7 +100,7 @@ def test_nothing_changes_while_steps_are_in_flight():
     assert plain.runs_ahead and not bound.runs_ahead, "a grammar needs the host"
     assert engine.policy.may_plan(engine.requests, 1)
     assert engine.policy.depth(plain, 4, 2) == 0 and engine.policy.limits([plain], 1).shape == (0, 1)
-    while engine.policy._wanted is False:
+    while not engine.policy._wanted:
         engine.step()
     assert not engine.policy.may_plan(engine.requests, 1) and plain.runs_ahead, "what is in flight comes first"
     assert engine.policy.may_plan(engine.requests, 0) and not plain.runs_ahead

@@ -52,13 +52,15 @@ class DraftAccounts:
         self._work = work
         self._groups = tuple(1 + source if is_network else 0 for source, is_network in enumerate(networks))
         self._sources = dict(zip(self._groups, range(len(self._groups)), strict=True))  # group -> one of its proposers
-        self._budgets: dict[tuple[int, int], LossBudget] = {}
-        self._known: set[int] = set()  # groups that have a budget anywhere
+        self._budgets: dict[tuple[int, int, int], LossBudget] = {}
+        self._known: set[tuple[int, int]] = set()  # groups that have a budget anywhere, by the way of drafting
+        self.way = 0  # of several ways to draft the one that is followed now: what drafts cost differs, so do budgets
         self._verified: dict[int, tuple[int, int]] = {}  # proposer -> drafts of this step, how many came true
         self._plain: dict[int, _Plain] = {}  # load -> steps without drafts
         self._latest = _Plain()  # of the load at which one was measured last
         self._verify = VerifyCost()
-        self._rested = (0, 0)  # steps that nothing was drafted in and no budget knows of, and how many requests decoded
+        # steps that nothing was drafted in and no budget knows of, how many requests decoded, whether they might draft
+        self._rested = (0, 0, True)
 
     @property
     def ready(self) -> bool:
@@ -71,13 +73,14 @@ class DraftAccounts:
         return plain is not None and plain.since >= plain.patience
 
     def budget(self, source: int, num_rows: int) -> LossBudget:
-        """Of a proposer, where so many requests decode."""
+        """Of a proposer, where so many requests decode, as it is drafted now."""
         group, load = self._groups[source], num_rows.bit_length()
-        found = self._budgets.get((group, load))
+        key = group, load, self.way
+        found = self._budgets.get(key)
         if found is None:
-            start = LATER if group in self._known else FIRST
-            found = self._budgets[group, load] = LossBudget(start, _LEVELS[bool(group)], trials=bool(group))
-            self._known.add(group)
+            start = LATER if (group, self.way) in self._known else FIRST
+            found = self._budgets[key] = LossBudget(start, _LEVELS[bool(group)], trials=bool(group))
+            self._known.add((group, self.way))
         return found
 
     def plain_seconds(self, work: StepWork) -> float:
@@ -112,8 +115,8 @@ class DraftAccounts:
         drafts, accepted = self._verified.get(source, (0, 0))
         self._verified[source] = drafts + num_drafts, accepted + num_accepted
 
-    def settle(self, plan: StepPlan, result: StepResult) -> None:
-        """The step is over."""
+    def settle(self, plan: StepPlan, result: StepResult, allowed: bool = True) -> None:
+        """The step is over. `allowed`: there might have been drafts."""
         verified, self._verified = self._verified, {}
         decodes = plan.num_decodes == plan.num_spans
         num_rows = plan.num_spans if decodes else int(np.count_nonzero(plan.yields))
@@ -122,10 +125,9 @@ class DraftAccounts:
         seconds, drafting = (result.times.total - result.times.draft) / result.num_runs, self._drafting(result)
         self._compare(plan, num_rows, decodes, seconds)
         if not verified and not any(drafting):
-            count, rows = self._rested
-            if count and rows != num_rows:
+            if self._rested[0] and self._rested[1:] != (num_rows, allowed):
                 self._rest()
-            self._rested = self._rested[0] + 1, num_rows
+            self._rested = self._rested[0] + result.num_runs, num_rows, allowed
             if self._rested[0] >= _RESTING:
                 self._rest()
             return
@@ -178,13 +180,13 @@ class DraftAccounts:
 
     def _rest(self) -> None:
         """Tell the budgets of the steps that nothing was drafted in."""
-        (count, num_rows), self._rested = self._rested, (0, 0)
+        (count, num_rows, allowed), self._rested = self._rested, (0, 0, True)
         if not count:
             return
         for source in self._sources.values():
             budget = self.budget(source, num_rows)
             for _ in range(count):
-                budget.settle(0.0, 1.0, 0)
+                budget.settle(0.0, 1.0, 0, allowed)
 
     def _drafting(self, result: StepResult) -> Sequence[float]:
         """Seconds that each proposer took."""

@@ -124,6 +124,7 @@ class AutoDepth:
         self._share = 0.5  # of the requests that decode: those with drafts to verify
         self._chosen: list[tuple[int, int]] = []  # (proposer, drafts) of each request of the step being planned
         self._last: _Best | None = None
+        self._planned = False  # it was asked what to draft after the step that comes next
         self._left_alone = False  # nobody is asked after the step being planned: the budgets are used up
 
     def may_plan(self, requests: Iterable[Request], num_in_flight: int) -> bool:
@@ -189,6 +190,7 @@ class AutoDepth:
     # -- what to draft next
 
     def limits(self, requests: Sequence[Request], num_rows: int) -> np.ndarray | None:
+        self._planned = True
         if num_rows:
             share = min(1.0, len(self._chosen) / num_rows)
             self._share = _SHARE_MEMORY * self._share + (1 - _SHARE_MEMORY) * share
@@ -281,7 +283,8 @@ class AutoDepth:
         for network in self._networks.values():
             for each in result.draft_passes:
                 network.observe(each)
-        self.accounts.settle(plan, result)
+        self.accounts.settle(plan, result, self._planned)
+        self._planned = False
         self._steps += 1
         if self._steps % (_EARLY if self._steps < _EARLY_STEPS else _REFRESH) == 0:
             self._seconds.clear()

@@ -54,9 +54,9 @@ class LossBudget:
         self._debt += steps
         self._rate = max(self._rate, self._debt / _TERM)
 
-    def settle(self, gained: float, passed: float, num_drafts: int) -> None:
+    def settle(self, gained: float, passed: float, num_drafts: int, allowed: bool = True) -> None:
         """A step of `passed` time went by, in which `num_drafts` were verified, and `gained` that much (negative: lost
-        it)."""
+        it). `allowed`: there could have been drafts; else that there were none says nothing."""
         paid = min(self._debt, self._rate)
         self._debt -= paid
         if not self._debt:
@@ -64,7 +64,7 @@ class LossBudget:
         gained -= paid
         self._earned += gained
         self._tried += num_drafts
-        self._idle = 0 if num_drafts else self._idle + 1
+        self._idle = 0 if num_drafts else self._idle + allowed
         share, least = (SHARE, _LEAST) if self._trials else (_SHARE_LOOK_UP, _LEAST_LOOK_UP)
         self.balance = max(least, min(self.balance + gained + share * passed, _MOST))
         if self.open:

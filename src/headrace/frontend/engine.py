@@ -169,7 +169,14 @@ class Engine:
                 networks[name] = PassCost(self.cost, WorkModel.for_layout(draft.spec, size, draft.layout))
         policy = AutoDepth(self.cost, work, config.max_draft_tokens, config.proposers, networks)
         overlaps = config.device != "cpu" and config.steps_in_flight > 1
-        return RunAhead(policy) if overlaps else policy
+        look_ups = [source for source, name in enumerate(config.proposers) if name not in networks] if networks else []
+        if not overlaps:
+            return policy
+
+        def tell(way: int) -> None:
+            policy.accounts.way = way
+
+        return RunAhead(policy, look_ups=look_ups, tell=tell)
 
     def _pacing(self, work: WorkModel) -> Pacing:
         if self.config.itl_slo is None and self.config.ttft_slo is None:
