@@ -16,7 +16,7 @@ from headrace.bench.compare import PeerChoice, Work, compare, describe, limit_sh
 from headrace.bench.hf_export import write_hf_folder
 from headrace.bench.measure import random_prompts, run_batch
 from headrace.bench.peer import SCRIPT, Peer, PeerError
-from headrace.bench.start import own_start
+from headrace.bench.start import as_installed, own_start
 from headrace.cli.main import main
 from headrace.loading.checkpoint import open_checkpoint
 from tiny import write_tiny_llama
@@ -186,6 +186,17 @@ def test_starts_of_whole_processes(folder, tmp_path, capsys):
     first, peak = rows
     assert first["peer_name"] == "fake 1.0 float32" and first["unit"] == "s" and 0 < first["headrace"] < 30
     assert peak["unit"] == "MB" and 20 < peak["headrace"] < 2000 and 5 < peak["peer"] < 500
+
+
+def test_starts_find_their_modules_compiled(folder, tmp_path, monkeypatch):
+    """Peers do: their Python is isolated from a variable that would have ours compiled at every start."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "")  # as if unset
+    assert "PYTHONPYCACHEPREFIX" not in as_installed(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    own_start(folder, ["--max-model-len", "128"], as_installed(tmp_path))
+    assert list(tmp_path.rglob("headrace/cli/run.*.pyc")) and list(tmp_path.rglob("numpy/__init__.*.pyc"))
 
 
 def test_a_start_that_fails_is_said(folder):

@@ -1,5 +1,6 @@
 """The command line: answers, errors in one line with exit code 2, help at once."""
 
+import gc
 import json
 import os
 import re
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from headrace.cli import main as cli
 from headrace.cli.main import main
 from tiny import write_tiny_llama
 
@@ -41,6 +43,27 @@ def test_run_explains_and_exports_the_ledger(folder, capsys, tmp_path):
     for options in ([], ["--request", "r0"], ["--step", "3"], ["--misses"], ["--preemptions"]):
         assert main(["explain", str(path), *options]) == 0
     assert "nobody was preempted" in capsys.readouterr().out
+
+
+def test_a_start_collects_no_garbage_and_then_as_usual():
+    usual = gc.get_threshold()
+    try:
+        cli._start_quickly("run")
+        cli._start_quickly("run")  # a second command in one process
+        assert gc.get_threshold()[0] == cli.START_OBJECTS and gc.callbacks.count(cli._usual_collections) == 1
+        gc.collect()
+        assert gc.get_threshold()[0] == cli.COLLECT_EVERY
+    finally:
+        gc.set_threshold(*usual)
+
+
+@pytest.mark.parametrize("raw", [True, False])
+def test_a_raw_prompt_needs_no_chat_template(folder, raw):
+    """jinja2, and compiling the template, are left out of its start."""
+    argv = ["run", "-m", folder, "hello", "--quiet", *RUN, *["--raw"][:raw]]
+    program = f"import sys; from headrace.cli.main import main; main({argv!r}); print('jinja2' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split()[-1] == str(not raw)
 
 
 def test_several_choices(folder, capsys):

@@ -89,9 +89,7 @@ def compare(
     within every run, and the first of them changes from run to run; prompts are new in every run and the same on all
     sides. One row a work and peer. `tell` is told what is being done. PeerError when a peer fails."""
     rows: list[Row] = []
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    if load > _BUSY:
-        tell(f"other programs keep {load:.1f} processors busy; that slows the sides unequally, so trust no ratio")
+    tell_if_busy(tell)
     threads = num_threads(llm)
     with ExitStack() as stack:
         models = peer_models(llm.engine.checkpoint, peers, stack, tell)
@@ -111,6 +109,13 @@ def compare(
             for peer, value in zip(started, values[1:], strict=True):
                 rows.append(work.row(what, values[0], share, runs, (peer.name, value)))
     return rows
+
+
+def tell_if_busy(tell: Callable[[str], None]) -> None:
+    """Say so where a comparison that begins now would not be fair."""
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    if load > _BUSY:
+        tell(f"other programs keep {load:.1f} processors busy; that slows the sides unequally, so trust no ratio")
 
 
 def num_threads(llm: LLM) -> int:

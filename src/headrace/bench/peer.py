@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -27,10 +27,17 @@ class Peer:
     """One persistent process. Use as a context manager.
 
     `kind` is one of `KINDS`, or the path of a script that speaks the protocol; `python` runs it, isolated from this
-    environment. `seconds` is the longest that one answer may take.
+    environment. `seconds` is the longest that one answer may take. `environment`: variables of the process, which the
+    Python of KINDS does not heed where they are its own (PYTHON...); None: this process's.
     """
 
-    def __init__(self, kind: str, python: str = sys.executable, seconds: float = 1200.0):
+    def __init__(
+        self,
+        kind: str,
+        python: str = sys.executable,
+        seconds: float = 1200.0,
+        environment: Mapping[str, str] | None = None,
+    ):
         self.kind = kind
         self.name = kind  # with the version, once loaded
         self._seconds = seconds
@@ -43,7 +50,12 @@ class Peer:
         self._said: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
         try:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said, encoding="utf-8"
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._said,
+                encoding="utf-8",
+                env=environment,
             )
         except OSError as error:
             self._said.close()

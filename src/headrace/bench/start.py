@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,14 +32,28 @@ class Start:
     peak: float
 
 
-def own_start(model: Path, options: Sequence[str] = ()) -> Start:
-    """`headrace run` of a model; `options` of its command line. PeerError: it failed."""
+def as_installed(folder: Path) -> dict[str, str]:
+    """Variables for processes that find their modules compiled, as those of an installation are.
+
+    Where Python was told to keep no compiled modules (PYTHONDONTWRITEBYTECODE, often set for development), those of a
+    source tree are compiled at every start, and those of the peers' environments, which are isolated from such
+    variables, are not. They are then kept in `folder`, and nothing is written beside the sources.
+    """
+    environment = dict(os.environ)
+    if sys.dont_write_bytecode:
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
+        environment["PYTHONPYCACHEPREFIX"] = str(folder)
+    return environment
+
+
+def own_start(model: Path, options: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> Start:
+    """`headrace run` of a model; `options` of its command line; None: this environment. PeerError: it failed."""
     command = [sys.executable, "-m", "headrace", "run", PROMPT, "-m", str(model), "--raw", "--quiet"]
     command += ["--max-tokens", str(OUTPUT_LEN), "--temperature", "0", *options]
     started = time.perf_counter()
     with (
         tempfile.TemporaryFile() as errors,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, bufsize=0) as process,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, bufsize=0, env=environment) as process,
     ):
         assert process.stdout is not None
         peak, first = 0.0, process.stdout.read(1)
@@ -51,10 +66,12 @@ def own_start(model: Path, options: Sequence[str] = ()) -> Start:
     return Start(first_token, peak)
 
 
-def peer_start(choice: PeerChoice, model: Path, dtype: str, threads: int) -> tuple[str, Start]:
+def peer_start(
+    choice: PeerChoice, model: Path, dtype: str, threads: int, environment: Mapping[str, str] | None = None
+) -> tuple[str, Start]:
     """A peer's name, and a process of it. PeerError: it failed."""
     started = time.perf_counter()
-    with Peer(choice.kind, choice.python) as peer:
+    with Peer(choice.kind, choice.python, environment=environment) as peer:
         peer.load(model, dtype, threads)
         timing = peer.run(random_prompts(20_000, 1, PROMPT_LEN), OUTPUT_LEN)
         first_token = time.perf_counter() - started - (timing.total - timing.first_token)
@@ -71,20 +88,22 @@ def compare_starts(
     tell: Callable[[str], None] = lambda text: None,
 ) -> list[Row]:
     """Rows of an engine's model, two a peer: medians of `runs` processes of each side, after one that warms the
-    system's cache of files. Headrace reads its prompt with a tokenizer, peers are given numbers. `options` made the
-    engine what it is, on a command line."""
+    system's cache of files and compiles Python's modules. Headrace reads its prompt with a tokenizer, peers are given
+    numbers. `options` made the engine what it is, on a command line."""
     rows: list[Row] = []
     checkpoint, what, threads = llm.engine.checkpoint, describe(llm), num_threads(llm)
     with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-modules-"))
+        environment = as_installed(Path(folder))
         models = peer_models(checkpoint, peers, stack, tell)
         own: list[Start] = []
         others: list[list[Start]] = [[] for _ in peers]
         names = [choice.kind for choice in peers]
         for run in range(runs + 1):
             tell(f"start: {'warm-up' if not run else f'run {run} of {runs}'}")
-            own.append(own_start(checkpoint.path, options))
+            own.append(own_start(checkpoint.path, options, environment))
             for index, choice in enumerate(peers):
-                names[index], found = peer_start(choice, models[index], dtype, threads)
+                names[index], found = peer_start(choice, models[index], dtype, threads, environment)
                 others[index].append(found)
     first, peak = _medians(own[1:])
     told: list[tuple[str | None, float | None, float | None]] = [

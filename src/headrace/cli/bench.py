@@ -245,7 +245,7 @@ def compare(arguments: argparse.Namespace) -> int:
     models = arguments.peer_model or [""] * len(arguments.peer)
     if len(models) != len(arguments.peer):
         raise ValueError(f"{len(arguments.peer)} --peer, but {len(models)} --peer-model: give none, or one for each")
-    from headrace.bench.compare import PeerChoice, Work
+    from headrace.bench.compare import PeerChoice, Work, tell_if_busy
     from headrace.bench.compare import compare as measure
     from headrace.bench.start import compare_starts
     from headrace.frontend.llm import LLM
@@ -266,6 +266,8 @@ def compare(arguments: argparse.Namespace) -> int:
                 llm, works, choices, runs=arguments.runs, dtype=arguments.peer_dtype, tell=_tell
             )  # fmt: skip
         if arguments.start:
+            if not works:  # after them the load is our own
+                tell_if_busy(_tell)
             results += compare_starts(llm, choices, options=engine_flags(arguments), runs=arguments.runs,
                                       dtype=arguments.peer_dtype, tell=_tell)  # fmt: skip
         return _report(arguments, llm, "compare", results)

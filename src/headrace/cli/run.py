@@ -36,9 +36,8 @@ def run(arguments: argparse.Namespace) -> int:
         prompt = sys.stdin.read()
     from headrace.cli.session import stream_answer
     from headrace.frontend.llm import LLM
-    from headrace.ledger.explain_request import explain_bill
 
-    with LLM.from_args(engine_args(arguments)) as llm:
+    with LLM.from_args(engine_args(arguments), chat=not arguments.raw) as llm:
         stream_ledger(arguments, llm.engine.ledger)
         params = sampling_params(arguments, llm.default_params)
         if arguments.raw or llm.engine.chat_template.source is None:
@@ -56,6 +55,8 @@ def run(arguments: argparse.Namespace) -> int:
             print("\n" + llm.explain(), file=sys.stderr)
             bill = llm.bill(answer.output)
             if bill is not None:
+                from headrace.ledger.explain_request import explain_bill
+
                 print("\n" + explain_bill(bill, llm.engine.ledger.records()), file=sys.stderr)
         if not arguments.quiet:
             print(answer.speed(llm), file=sys.stderr)

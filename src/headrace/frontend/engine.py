@@ -33,6 +33,7 @@ from headrace.frontend.defaults import recommended_params
 from headrace.frontend.draft import check_same_tokens, draft_source, kind_of, open_draft
 from headrace.frontend.input import InputProcessor, Prompt
 from headrace.frontend.output import ChoiceStream, CompletionOutput, RequestOutput, Update
+from headrace.frontend.tokenizer import Tokenizer
 from headrace.ledger.bill import Bill, merge
 from headrace.ledger.book import Ledger, NullLedger
 from headrace.ledger.cost import CostModel
@@ -63,17 +64,23 @@ def choose_gpu(device: str) -> GpuFacts | None:
     return None
 
 
+def _template(tokenizer: Tokenizer, chat: bool) -> ChatTemplate:
+    template = ChatTemplate.of(tokenizer)
+    return template.prepared() if chat else template
+
+
 class Engine:
     """Submit prompts, step, read updates. Not thread-safe."""
 
-    def __init__(self, args: EngineArgs):
+    def __init__(self, args: EngineArgs, *, chat: bool = True):
+        """Not `chat`: no conversation is expected, so the chat template is compiled when the first one comes."""
         self.checkpoint = open_checkpoint(resolve_model(args.model))
         self.spec = self.checkpoint.spec
         self._draft = open_draft(args.draft_model, args.speculate, self.checkpoint)
         # the tokenizer and the chat template are made in Python and weights are packed outside it: both at once
         with ThreadPoolExecutor(1) as beside:
             tokenizer = beside.submit(self.checkpoint.tokenizer)
-            template = beside.submit(lambda: ChatTemplate.of(tokenizer.result()).prepared())
+            template = beside.submit(lambda: _template(tokenizer.result(), chat))
             self._load(args, lambda: tokenizer.result().to_json())
             self.tokenizer, self.chat_template = tokenizer.result(), template.result()
         if isinstance(self._draft, LoadedCheckpoint):

@@ -156,7 +156,10 @@ def _backend(file: GGUFFile, make: Any, model: Any) -> tokenizers.Tokenizer:
 
 def _vocab(tokens: list[str]) -> dict[str, int]:
     """Ids by spelling. Files pad with repeated spellings; the first keeps the name, the others stay countable."""
-    vocab: dict[str, int] = {}
+    vocab = dict(zip(tokens, range(len(tokens)), strict=True))
+    if len(vocab) == len(tokens):
+        return vocab
+    vocab = {}
     for id, token in enumerate(tokens):
         vocab[token if token not in vocab else f"{token}\0{id}"] = id
     return vocab

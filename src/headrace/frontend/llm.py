@@ -20,7 +20,6 @@ from headrace.frontend.interrupts import HeldInterrupts
 from headrace.frontend.output import RequestOutput, Update
 from headrace.frontend.progress import progress_bar
 from headrace.ledger.bill import Bill
-from headrace.ledger.explain import summarize
 from headrace.sampling.params import SamplingParams
 
 Message = dict[str, Any]
@@ -37,16 +36,16 @@ class LLM:
     def __init__(self, model: str | None = None, **options: Any):
         self._start(EngineArgs.make(model=model, **options))
 
-    def _start(self, args: EngineArgs) -> None:
-        self.engine = Engine(args)
+    def _start(self, args: EngineArgs, chat: bool = True) -> None:
+        self.engine = Engine(args, chat=chat)
         self._lock = threading.RLock()
         self._inboxes: dict[int, deque[Update]] = {}  # updates of the streams being read, by id of their output
 
     @classmethod
-    def from_args(cls, args: EngineArgs) -> LLM:
-        """From options already checked."""
+    def from_args(cls, args: EngineArgs, *, chat: bool = True) -> LLM:
+        """From options already checked. Not `chat`: see Engine."""
         llm = cls.__new__(cls)
-        llm._start(args)
+        llm._start(args, chat)
         return llm
 
     @property
@@ -168,6 +167,8 @@ class LLM:
 
     def explain(self) -> str:
         """Where the time of the steps so far went, and what bound them."""
+        from headrace.ledger.explain import summarize
+
         return summarize(self.engine.ledger)
 
     def bill(self, output: RequestOutput) -> Bill | None:

