@@ -186,13 +186,22 @@ struct AttentionWork {
   bool all_write = false;   // every span's every head is one item
 
   void plan(const AttentionJob& job, int spans) {
-    const int group = job.heads / job.kv_heads, most = queries_per_item(group);
+    const int group = job.heads / job.kv_heads;
     items.clear();
     merges.clear();
     size = 0;
-    int64_t whole = 0;
-    for (int span = 0; span < spans; ++span)
-      whole += (job.query_start[span + 1] - job.query_start[span] + most - 1) / most * job.kv_heads;
+    const auto items_of = [&](int queries) {
+      int64_t found = 0;
+      for (int span = 0; span < spans; ++span)
+        found += (job.query_start[span + 1] - job.query_start[span] + queries - 1) / queries * job.kv_heads;
+      return found;
+    };
+    // items as large as the path has them, unless threads would be left without
+    int rows = job.kv_format == kKvBf16 && !job.parents ? kernels->attention_rows : kMaxRows;
+    int most = queries_per_item(group, rows);
+    for (; rows > kMaxRows && items_of(most) < 4 * num_threads(); most = queries_per_item(group, rows))
+      rows = rows / 2 < kMaxRows ? kMaxRows : rows / 2;
+    const int64_t whole = items_of(most);
     // where there are few items, those of short spans over long contexts are cut into their chunks
     const bool cut = num_threads() > 1 && whole < 4 * num_threads();
     std::vector<size_t> places;  // of items and merges that have partial results
