@@ -13,7 +13,7 @@
 // Queries of a token tree go by one at a time through the chunks that tokens of the tree are in: attention.h says what
 // they see.
 
-constexpr int kStride = kChunk + W;    // floats from row to row of scores: rows begin in different sets of the nearest cache
+constexpr int kStride = kChunk + W;    // floats from row to row of scores: rows begin in different sets of the cache
 constexpr int kTogether = 32;          // query vectors that go through a chunk together: two tiles
 constexpr int kWideRows = 192;         // of an item: they share what it takes to make tiles of keys and values
 constexpr int kFewRows = 4;            // for which no tiles are made
@@ -26,7 +26,6 @@ struct Item16 : Places {
   uint16_t* q_tiles;        // [row tiles][dim blocks]
   uint8_t *keys, *values;   // tiles: [vectors of a chunk][dim blocks], [32 positions of a chunk][vectors of a head]
   float* scores;            // [kTogether][kStride]
-  uint16_t* weights;        // tiles: [2][32 positions of a chunk]
   uint16_t* gathered;       // [vectors of a chunk][dim][W]: keys that do not lie side by side
 };
 
@@ -90,6 +89,13 @@ INLINE __mmask16 shown_lanes(const Shown& shown, int v) {
   return static_cast<__mmask16>(lanes(high < 0 ? 0 : high) & ~lanes(low < 0 ? 0 : low));
 }
 
+// Those of `vectors` all of whose lanes are shown, again by twos.
+INLINE Vectors whole_vectors(const Vectors& vectors, const Shown& shown) {
+  const int low = (shown.low + 31) / 32 * 2, high = shown.high / 32 * 2;
+  const int first = low < vectors.last ? low > vectors.first ? low : vectors.first : vectors.last;
+  return {first, high > first ? high : first};
+}
+
 INLINE f capped(f score, float cap) { return mul(set1(cap * kLog2E), tanh(div(score, set1(cap)))); }
 
 // The largest of a row's scores in each lane.
@@ -97,19 +103,20 @@ INLINE f largest_of(const Item16& item, float* scores, const Vectors& vectors, c
   const float cap = item.job.soft_cap;
   if (cap != 0.0f)
     for (int v = vectors.first; v < vectors.last; ++v) store(scores + v * W, capped(load(scores + v * W), cap));
-  const int whole_from = (shown.low + W - 1) / W, whole_to = shown.high / W;
-  f best = set1(-__builtin_inff());
-  int v = vectors.first;
-  for (; v < vectors.last && v < whole_from; ++v)
+  f best = set1(-__builtin_inff()), other = best;
+  const auto some = [&](int v) __attribute__((always_inline)) {
     best = _mm512_mask_max_ps(best, shown_lanes(shown, v), load(scores + v * W), best);
-  for (; v < whole_to; ++v) best = max(load(scores + v * W), best);
-  for (; v < vectors.last; ++v)
-    best = _mm512_mask_max_ps(best, shown_lanes(shown, v), load(scores + v * W), best);
-  return best;
+  };
+  const Vectors whole = whole_vectors(vectors, shown);
+  for (int v = vectors.first; v < whole.first; ++v) some(v);
+  for (int v = whole.first; v < whole.last; v += 2)
+    best = max(load(scores + v * W), best), other = max(load(scores + v * W + W), other);
+  for (int v = whole.last; v < vectors.last; ++v) some(v);
+  return max(other, best);
 }
 
 // Scores of `count` query vectors, up to 16, from row `row` of the item on, become weights: of each row and each 32
-// positions use(row of them, number of the 32, weights rounded). State's masses and tops become the chunk's.
+// positions use(row of them, the first of their two vectors, weights rounded). State's masses and tops become the chunk's.
 template <class Use>
 INLINE void weigh(const Item16& item, const Chunk& chunk, int row, int count, float* scores, const Vectors& vectors,
                   const State& state, Use use) {
@@ -126,17 +133,20 @@ INLINE void weigh(const Item16& item, const Chunk& chunk, int row, int count, fl
     const float* from = scores + r * kStride;
     const f shift = set1(top[r] == -__builtin_inff() ? 0.0f : top[r]);  // nothing shown: all is hidden below
     f mass = zero();
-    for (int v = vectors.first; v < vectors.last; v += 2) {
-      f low, high;
-      if (v * W >= shown.low && v * W + 2 * W <= shown.high) {
-        low = exp2(sub(load(from + v * W), shift)), high = exp2(sub(load(from + v * W + W), shift));
-      } else {
-        low = _mm512_maskz_mov_ps(shown_lanes(shown, v), exp2(sub(load(from + v * W), shift)));
-        high = _mm512_maskz_mov_ps(shown_lanes(shown, v + 1), exp2(sub(load(from + v * W + W), shift)));
-      }
+    const auto some = [&](int v) __attribute__((always_inline)) {
+      const f low = _mm512_maskz_mov_ps(shown_lanes(shown, v), exp2(sub(load(from + v * W), shift)));
+      const f high = _mm512_maskz_mov_ps(shown_lanes(shown, v + 1), exp2(sub(load(from + v * W + W), shift)));
       mass = add(add(mass, low), high);
-      use(r, v / 2, to_bf16(low, high));
+      use(r, v, to_bf16(low, high));
+    };
+    const Vectors whole = whole_vectors(vectors, shown);
+    for (int v = vectors.first; v < whole.first; v += 2) some(v);
+    for (int v = whole.first; v < whole.last; v += 2) {
+      const f low = exp2(sub(load(from + v * W), shift)), high = exp2(sub(load(from + v * W + W), shift));
+      mass = add(add(mass, low), high);
+      use(r, v, to_bf16(low, high));
     }
+    for (int v = whole.last; v < vectors.last; v += 2) some(v);
     state.top[r] = top[r];
     store(state.mass + r * W, mass);
   }
@@ -272,7 +282,6 @@ INLINE void lay_out(Item16& item, Memory16& memory, State& total, State& fresh) 
   const size_t rows = static_cast<size_t>(item.rows), dim = static_cast<size_t>(item.dim);
   const size_t blocks = static_cast<size_t>(dim_blocks(item.dim)), columns = static_cast<size_t>(item.padded / W);
   item.scores = memory.floats(kTogether * kStride);
-  item.weights = memory.tiles(2 * kChunk / 32);
   item.keys = reinterpret_cast<uint8_t*>(memory.tiles(kChunk / W * blocks));
   item.values = reinterpret_cast<uint8_t*>(memory.tiles(kChunk / 32 * columns));
   item.q_tiles = memory.tiles(whole_tiles(rows) / 16 * blocks);
@@ -286,7 +295,7 @@ static size_t scratch16(const AttentionJob& job) {
   const int group = job.heads / job.kv_heads, rows = queries_per_item(group, kWideRows) * group;
   const AttentionItem work = {};
   Item16 item{{job, work, nullptr, 0, job.dim, 0, 0, nullptr}, rows, group, padded_dim(job.dim),
-              nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
+              nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
   Memory16 memory{nullptr};
   State total, fresh;
   lay_out(item, memory, total, fresh);
@@ -299,7 +308,7 @@ NOINLINE static void attend16(const AttentionJob& job, const AttentionItem& work
   const Extent extent = extent_of(job, work, positions);
   Item16 item{{job, work, job.tables + work.span * job.table_stride, work.kv_head, job.dim,
                kv_page_bytes(kKvBf16, job.dim, job.block_size), job.positions[job.query_start[work.span]], nullptr},
-              rows, group, padded, positions, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
+              rows, group, padded, positions, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
   Memory16 memory(scratch);
   State total, fresh;
   lay_out(item, memory, total, fresh);

@@ -36,7 +36,7 @@ INLINE void few_scores(const float* q, int dim, const KeyVector* keys, float* ou
     for (; d + 1 < stop; d += 2) {
       next(even, d);
       next(odd, d + 1);
-      ahead.some(2);
+      if (d % 8 == 0) ahead.some(8);
     }
     if (d < stop) next(even, d);
 #pragma GCC unroll 4
@@ -83,7 +83,7 @@ INLINE void few_values(const Item16& item, const float* weights, int column, con
   for (; j + 1 < end; j += 2) {
     next(even, j);
     next(odd, j + 1);
-    ahead.some(2);
+    if (j % 8 == 0) ahead.some(8);
   }
   if (j < end) next(even, j);
 #pragma GCC unroll 4
@@ -117,9 +117,9 @@ NOINLINE static void few_rows(const Item16& item, const Chunk& chunk, int row, i
   }
   float* weights = item.scores;  // in their place
   weigh(item, chunk, row, kRows, item.scores, vectors, state,
-        [weights](int r, int number, i rounded) __attribute__((always_inline)) {
-          store(weights + r * kStride + number * 32, low_half_floats(rounded));
-          store(weights + r * kStride + number * 32 + W, high_half_floats(rounded));
+        [weights](int r, int v, i rounded) __attribute__((always_inline)) {
+          store(weights + r * kStride + v * W, low_half_floats(rounded));
+          store(weights + r * kStride + v * W + W, high_half_floats(rounded));
         });
   for (int e = 0; e < kRows * item.padded; e += W) store(state.sums + e, zero());
   const uint8_t* values[kChunk];

@@ -91,15 +91,16 @@ NOINLINE static void make_value_tiles(const Item16& item, const Chunk& chunk, in
 
 INLINE void clear_four() { tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>(); }
 
-// Two tiles of rows times two of pairs: sums 0, 1 and 2, 3.
-INLINE void multiply_two(const uint16_t* first, const uint16_t* second, const uint8_t* pairs, ptrdiff_t apart) {
-  tile_load<4>(first, 64), tile_load<6>(pairs, 64), tile_multiply<0, 4, 6>();
+// Two tiles of rows, `row` bytes from each other, times two of pairs: sums 0, 1 and 2, 3.
+INLINE void multiply_two(const uint16_t* first, const uint16_t* second, ptrdiff_t row, const uint8_t* pairs,
+                         ptrdiff_t apart) {
+  tile_load<4>(first, row), tile_load<6>(pairs, 64), tile_multiply<0, 4, 6>();
   tile_load<7>(pairs + apart, 64), tile_multiply<1, 4, 7>();
-  tile_load<5>(second, 64), tile_multiply<2, 5, 6>(), tile_multiply<3, 5, 7>();
+  tile_load<5>(second, row), tile_multiply<2, 5, 6>(), tile_multiply<3, 5, 7>();
 }
 // One tile of rows times `count` of pairs, up to four: sums 0 .. count - 1.
-INLINE void multiply_one(const uint16_t* rows, const uint8_t* pairs, ptrdiff_t apart, int count) {
-  tile_load<4>(rows, 64);
+INLINE void multiply_one(const uint16_t* rows, ptrdiff_t row, const uint8_t* pairs, ptrdiff_t apart, int count) {
+  tile_load<4>(rows, row);
   tile_load<6>(pairs, 64), tile_multiply<0, 4, 6>();
   if (count > 1) tile_load<7>(pairs + apart, 64), tile_multiply<1, 4, 7>();
   if (count > 2) tile_load<6>(pairs + 2 * apart, 64), tile_multiply<2, 4, 6>();
@@ -113,6 +114,11 @@ INLINE void store_one(float* to, ptrdiff_t stride, int count) {
   if (count > 3) tile_store<3>(to + 3 * W, stride);
 }
 
+// Weights take the place of scores, row by row, from its beginning on: a pair of vectors is read before it is overwritten.
+constexpr int kWeightStride = 2 * kStride;
+constexpr ptrdiff_t kWeightRow = kWeightStride * sizeof(uint16_t);
+INLINE uint16_t* weights_of(const Item16& item) { return reinterpret_cast<uint16_t*>(item.scores); }
+
 // Scores of kTiles tiles of query vectors, which begin at `q`.
 template <int kTiles>
 INLINE void scores_on_tiles(const Item16& item, const uint16_t* q, const Vectors& vectors) {
@@ -123,7 +129,7 @@ INLINE void scores_on_tiles(const Item16& item, const uint16_t* q, const Vectors
     for (int v = vectors.first; v < vectors.last; v += 2) {
       clear_four();
       for (int b = 0; b < blocks; ++b)
-        multiply_two(q + b * kTileShorts, q + (blocks + b) * kTileShorts, item.keys + v * apart + b * kTileSize, apart);
+        multiply_two(q + b * kTileShorts, q + (blocks + b) * kTileShorts, 64, item.keys + v * apart + b * kTileSize, apart);
       float* to = item.scores + v * W;
       tile_store<0>(to, kRow), tile_store<1>(to + W, kRow);
       tile_store<2>(to + 16 * kStride, kRow), tile_store<3>(to + 16 * kStride + W, kRow);
@@ -133,7 +139,7 @@ INLINE void scores_on_tiles(const Item16& item, const uint16_t* q, const Vectors
       const int count = vectors.last - v < 4 ? vectors.last - v : 4;
       clear_four();
       for (int b = 0; b < blocks; ++b)
-        multiply_one(q + b * kTileShorts, item.keys + v * apart + b * kTileSize, apart, count);
+        multiply_one(q + b * kTileShorts, 64, item.keys + v * apart + b * kTileSize, apart, count);
       store_one(item.scores + v * W, kStride, count);
     }
   }
@@ -144,18 +150,17 @@ template <int kTiles>
 INLINE void values_on_tiles(const Item16& item, const Vectors& vectors, float* sums) {
   const ptrdiff_t row = item.padded * sizeof(float);
   const int columns = item.padded / W;
-  constexpr int kMost = kChunk / 32;
   for (int c = 0; c < columns;) {
     const int left = columns - c, count = left < 4 ? left : 4;
     const bool by_two = kTiles == 2 && left > 1;
     for (int tile = 0; tile < (by_two ? 1 : kTiles); ++tile) {
-      const uint16_t* weights = item.weights + tile * kMost * kTileShorts;
+      const uint16_t* weights = weights_of(item) + tile * 16 * kWeightStride;
       clear_four();
       for (int h = vectors.first / 2; h < vectors.last / 2; ++h) {
         const uint8_t* pairs = item.values + (h * columns + c) * kTileSize;
         if (by_two)
-          multiply_two(weights + h * kTileShorts, weights + (kMost + h) * kTileShorts, pairs, kTileSize);
-        else multiply_one(weights + h * kTileShorts, pairs, kTileSize, count);
+          multiply_two(weights + h * 32, weights + h * 32 + 16 * kWeightStride, kWeightRow, pairs, kTileSize);
+        else multiply_one(weights + h * 32, kWeightRow, pairs, kTileSize, count);
       }
       float* to = sums + tile * 16 * item.padded + c * W;
       if (by_two) {
@@ -176,11 +181,11 @@ NOINLINE static bool rows_on_tiles(const Item16& item, const Chunk& chunk, int r
   const int blocks = dim_blocks(item.dim);
   scores_on_tiles<kTiles>(item, item.q_tiles + row / 16 * blocks * kTileShorts, vectors);
   for (int tile = 0; tile < kTiles; ++tile) {
-    uint16_t* weights = item.weights + tile * kChunk / 32 * kTileShorts;
+    uint16_t* weights = weights_of(item) + tile * 16 * kWeightStride;
     const int left = count - tile * 16;
     weigh(item, chunk, row + tile * 16, left < 16 ? left : 16, item.scores + tile * 16 * kStride, vectors,
-          rows_from(state, tile * 16, item.padded), [weights](int r, int number, i rounded) __attribute__((always_inline)) {
-            _mm512_store_si512(weights + number * kTileShorts + r * 32, rounded);
+          rows_from(state, tile * 16, item.padded), [weights](int r, int v, i rounded) __attribute__((always_inline)) {
+            _mm512_store_si512(weights + r * kWeightStride + v * W, rounded);
           });
   }
   values_on_tiles<kTiles>(item, vectors, state.sums);
