@@ -41,8 +41,7 @@ void ranges(int64_t count, int64_t work, Function function) {
   });
 }
 
-// Best first. Some paths run only where they are asked for: the emulated one is for tests, and on AMX a request that is
-// alone decodes at half the speed of the path below it.
+// Best first. The emulated path is for tests and runs only where it is asked for.
 struct Path {
   const char* name;
   bool (*compiled)();
@@ -52,7 +51,7 @@ struct Path {
 };
 bool always() { return true; }
 constexpr Path kPaths[] = {
-    {"amx", amx_compiled, has_amx, amx_kernels, true},
+    {"amx", amx_compiled, has_amx, amx_kernels, false},
     {"avx512", avx512_compiled, has_avx512, avx512_kernels, false},
     {"avx2", avx2_compiled, has_avx2, avx2_kernels, false},
     {"portable", always, always, portable_kernels, false},
