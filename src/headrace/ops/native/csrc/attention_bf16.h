@@ -1,13 +1,13 @@
 // Attention over keys and values in bfloat16, on paths that have tiles. Included inside a code path's namespace.
 //
-// Queries, and the weights that scores become, are rounded to bfloat16; products and sums are float32. Positions go by in
-// chunks of 256 that begin at multiples of 256. In a chunk a score is the sum of what each 32 dimensions give, in their
-// order; its largest score is found; weights are powers of 2 (scores carry the factor log2 e); and sums are those of what
-// each 32 positions give, in their order. How 32 products are summed is the tiles' order (tiles_emulated.h). Chunks are
-// merged in their order (FlashDecoding, Dao et al. 2023), whether one thread went through them or several.
+// Queries, and the weights that scores become, are rounded to bfloat16; products and sums are float32. Positions go by
+// in chunks of 256 that begin at multiples of 256. In a chunk a score is the sum of what each 32 dimensions give, in
+// their order; its largest score is found; weights are powers of 2 (scores carry the factor log2 e); and sums are those
+// of what each 32 positions give, in their order. How 32 products are summed is the tiles' order (tiles_emulated.h).
+// Chunks are merged in their order (FlashDecoding, Dao et al. 2023), whether one thread went through them or several.
 //
-// So a query vector has the same bits in any company: rows of a tile do not meet, hidden positions have the weight zero and
-// add exact zeros, and where query vectors are few they are multiplied in registers with the tiles' bits instead
+// So a query vector has the same bits in any company: rows of a tile do not meet, hidden positions have the weight zero
+// and add exact zeros, and where query vectors are few they are multiplied in registers with the tiles' bits instead
 // (attention_few.h; attention_tiles.h for the others). All of it runs under the tiles' rules for denormals.
 //
 // Queries of a token tree go by one at a time through the chunks that tokens of the tree are in: attention.h says what
@@ -38,8 +38,8 @@ INLINE State rows_from(const State& state, int row, int padded) {
   return {state.sums + row * padded, state.mass + row * W, state.top + row};
 }
 
-// 2^x for x <= 0, within 3e-6 of it: a polynomial (minimax, p(0) = 1) for what is above the whole number below x. NaN stays
-// NaN, 2^0 is 1, and what would be denormal is 0 under the tiles' rules.
+// 2^x for x <= 0, within 3e-6 of it: a polynomial (minimax, p(0) = 1) for what is above the whole number below x. NaN
+// stays NaN, 2^0 is 1, and what would be denormal is 0 under the tiles' rules.
 INLINE f exp2(f x) {
   constexpr int kFloor = 9;  // and no exceptions
   const f r = _mm512_reduce_ps(x, kFloor);
@@ -116,7 +116,7 @@ INLINE f largest_of(const Item16& item, float* scores, const Vectors& vectors, c
 }
 
 // Scores of `count` query vectors, up to 16, from row `row` of the item on, become weights: of each row and each 32
-// positions use(row of them, the first of their two vectors, weights rounded). State's masses and tops become the chunk's.
+// positions use(row of them, the first of their two vectors, weights rounded). Masses and tops become the chunk's.
 template <class Use>
 INLINE void weigh(const Item16& item, const Chunk& chunk, int row, int count, float* scores, const Vectors& vectors,
                   const State& state, Use use) {
@@ -166,7 +166,8 @@ INLINE void merge_rows(const State& total, const State& more, int rows, int padd
   const f nothing = set1(-__builtin_inff());
   for (int base = 0; base < rows; base += W) {
     const int count = rows - base < W ? rows - base : W;
-    const f before = load_n(total.top + base, count), found = load_n(more.top + base, count), after = max(found, before);
+    const f before = load_n(total.top + base, count), found = load_n(more.top + base, count);
+    const f after = max(found, before);
     const auto kept = [&](f top) __attribute__((always_inline)) {  // exactly 1 of the larger one, 0 of nothing
       const f share = _mm512_mask_mov_ps(exp2(sub(top, after)), _mm512_cmp_ps_mask(top, after, _CMP_EQ_OQ), set1(1.0f));
       return _mm512_mask_mov_ps(share, _mm512_cmp_ps_mask(top, nothing, _CMP_EQ_OQ), zero());
@@ -238,17 +239,17 @@ INLINE void find_values(const Item16& item, const Chunk& chunk, int begin, int e
   }
 }
 
-// While keys of a tile of a chunk are at work: those of the next one, behind the last one the chunk's first values. While
-// values are: the next ones, behind the last ones the next chunk's keys, or the next item's.
+// While keys of a tile of a chunk are at work: those of the next one, behind the last one the chunk's first values.
+// While values are: the next ones, behind the last ones the next chunk's keys, or the next item's.
 INLINE Ahead behind_keys(const Item16& item, const Chunk& chunk, int tile) {
-  const int start = chunk.start, end = start + chunk.end;
-  if (tile + kTile < chunk.end) return ahead_of(item, item.table, item.kv_head, item.job.keys, start + tile + kTile, end);
+  const int start = chunk.start, end = start + chunk.end, next = tile + kTile;
+  if (next < chunk.end) return ahead_of(item, item.table, item.kv_head, item.job.keys, start + next, end);
   const int from = start + chunk.begin / item.job.block_size * item.job.block_size;
   return ahead_of(item, item.table, item.kv_head, item.job.values, from, end);
 }
 INLINE Ahead behind_values(const Item16& item, const Chunk& chunk, int tile, int last) {
-  const int start = chunk.start, end = start + chunk.end;
-  if (tile + kTile < chunk.end) return ahead_of(item, item.table, item.kv_head, item.job.values, start + tile + kTile, end);
+  const int start = chunk.start, end = start + chunk.end, next = tile + kTile;
+  if (next < chunk.end) return ahead_of(item, item.table, item.kv_head, item.job.values, start + next, end);
   return keys_ahead(item, start + tile, last);
 }
 
@@ -366,7 +367,7 @@ NOINLINE static void attend16(const AttentionJob& job, const AttentionItem& work
     for (int row = 0; row < rows; row += kTogether) {
       const int count = rows - row < kTogether ? rows - row : kTogether;
       into(row, count, [&](const State& state) {
-        return count > 16 ? rows_on_tiles<2>(item, chunk, row, count, state) : rows_on_tiles<1>(item, chunk, row, count, state);
+        return (count > 16 ? rows_on_tiles<2> : rows_on_tiles<1>)(item, chunk, row, count, state);
       });
     }
   }

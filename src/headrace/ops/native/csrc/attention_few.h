@@ -1,5 +1,6 @@
 // Attention's two products in bfloat16 for few query vectors, in registers: what the tiles would do, bit for bit
-// (tiles_emulated.h says what that is), without making tiles of keys and values for so few. attention_bf16.h includes this.
+// (tiles_emulated.h says what that is), without making tiles of keys and values for so few. attention_bf16.h includes
+// this.
 //
 // A tile sums the even ones of 32 products in one chain of multiply-adds and the odd ones in another.
 
@@ -50,8 +51,8 @@ INLINE void few_scores(const float* q, int dim, const KeyVector* keys, float* ou
     for (int v = 0; v < kVectors; ++v) store(out + r * kStride + v * W, total[r][v]);
 }
 
-// sums[kRows], kColumns vectors of them from `column` on, += weights x values of 32 positions, of which [begin, end) are
-// seen: the others weigh nothing.
+// sums[kRows], kColumns vectors of them from `column` on, += weights x values of 32 positions, of which [begin, end)
+// are seen: the others weigh nothing.
 template <int kRows, int kColumns, bool kWhole>
 INLINE void few_values(const Item16& item, const float* weights, int column, const uint8_t* const* values, int begin,
                        int end, float* sums, Ahead& ahead) {

@@ -1,7 +1,8 @@
 // Attention's two products in bfloat16 on tiles, for 16 or 32 query vectors at a time. attention_bf16.h includes this.
 //
-// A chunk's keys and values become tiles once for an item; groups of query vectors then go through it one after the other,
-// so that their scores, weights and sums stay in the nearest cache. Tiles that no query vector of a group sees are left out.
+// A chunk's keys and values become tiles once for an item; groups of query vectors then go through it one after the
+// other, so that their scores, weights and sums stay in the nearest cache. Tiles that nothing of a group sees are left
+// out.
 
 constexpr int kTileShorts = 512, kTileSize = 1024;  // bfloat16, or bytes, of a tile: 16 rows of 64 bytes
 
@@ -28,7 +29,8 @@ static void open_tiles_with(const Item16& item, float by) {
     const float* from = job.q + (token + row / item.group) * job.q_stride + static_cast<ptrdiff_t>(head) * item.dim;
     for (int b = 0; b < blocks; ++b, to += kTileShorts) {
       const int left = row < item.rows ? item.dim - b * 32 : 0;
-      const f low = left > 0 ? load_n(from + b * 32, left) : zero(), high = left > W ? load_n(from + b * 32 + W, left - W) : zero();
+      const f low = left > 0 ? load_n(from + b * 32, left) : zero();
+      const f high = left > W ? load_n(from + b * 32 + W, left - W) : zero();
       _mm512_store_si512(to, to_bf16(mul(low, set1(by)), mul(high, set1(by))));
     }
   }
@@ -49,7 +51,8 @@ NOINLINE static void make_key_tiles(const Item16& item, const Chunk& chunk) {
       for (; d + 8 <= item.dim; d += 8, to += 256, from += 8 * keys.stride) {
 #pragma GCC unroll 4
         for (int pair = 0; pair < 4; ++pair)
-          store_pairs(to + pair * 64, sixteen(from + 2 * pair * keys.stride), sixteen(from + (2 * pair + 1) * keys.stride));
+          store_pairs(to + pair * 64, sixteen(from + 2 * pair * keys.stride),
+                      sixteen(from + (2 * pair + 1) * keys.stride));
         ahead.some(4);
       }
       for (; d + 2 <= item.dim; d += 2, to += 64, from += 2 * keys.stride)
@@ -60,8 +63,8 @@ NOINLINE static void make_key_tiles(const Item16& item, const Chunk& chunk) {
   }
 }
 
-// A chunk's values as tiles: a row is a pair of positions of 16 dimensions. What is not seen is zero: its weight would make
-// NaN of infinity.
+// A chunk's values as tiles: a row is a pair of positions of 16 dimensions. What is not seen is zero: its weight would
+// make NaN of infinity.
 NOINLINE static void make_value_tiles(const Item16& item, const Chunk& chunk, int last) {
   const int columns = item.padded / W, whole = item.dim / W;
   const Vectors vectors = vectors_of(chunk.begin, chunk.end);
@@ -114,7 +117,7 @@ INLINE void store_one(float* to, ptrdiff_t stride, int count) {
   if (count > 3) tile_store<3>(to + 3 * W, stride);
 }
 
-// Weights take the place of scores, row by row, from its beginning on: a pair of vectors is read before it is overwritten.
+// Weights take the place of scores, row by row from its beginning on: two vectors are read before they are overwritten.
 constexpr int kWeightStride = 2 * kStride;
 constexpr ptrdiff_t kWeightRow = kWeightStride * sizeof(uint16_t);
 INLINE uint16_t* weights_of(const Item16& item) { return reinterpret_cast<uint16_t*>(item.scores); }
@@ -129,7 +132,8 @@ INLINE void scores_on_tiles(const Item16& item, const uint16_t* q, const Vectors
     for (int v = vectors.first; v < vectors.last; v += 2) {
       clear_four();
       for (int b = 0; b < blocks; ++b)
-        multiply_two(q + b * kTileShorts, q + (blocks + b) * kTileShorts, 64, item.keys + v * apart + b * kTileSize, apart);
+        multiply_two(q + b * kTileShorts, q + (blocks + b) * kTileShorts, 64, item.keys + v * apart + b * kTileSize,
+                     apart);
       float* to = item.scores + v * W;
       tile_store<0>(to, kRow), tile_store<1>(to + W, kRow);
       tile_store<2>(to + 16 * kStride, kRow), tile_store<3>(to + 16 * kStride + W, kRow);
@@ -172,10 +176,12 @@ INLINE void values_on_tiles(const Item16& item, const Vectors& vectors, float* s
   }
 }
 
-// A chunk for query vectors row .. row + count - 1 of the item, which fill kTiles tiles. Returns whether they see anything.
+// A chunk for query vectors row .. row + count - 1 of the item, which fill kTiles tiles. Returns whether they see
+// anything.
 template <int kTiles>
 NOINLINE static bool rows_on_tiles(const Item16& item, const Chunk& chunk, int row, int count, const State& state) {
-  const Shown first = shown_to(item, row / item.group, chunk), last = shown_to(item, (row + count - 1) / item.group, chunk);
+  const Shown first = shown_to(item, row / item.group, chunk);
+  const Shown last = shown_to(item, (row + count - 1) / item.group, chunk);
   const Vectors vectors = vectors_of(first.low > chunk.begin ? first.low : chunk.begin, last.high);
   if (vectors.first == vectors.last) return false;
   const int blocks = dim_blocks(item.dim);

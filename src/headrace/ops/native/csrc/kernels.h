@@ -149,7 +149,7 @@ struct Kernels {
   void (*uniforms)(uint32_t first, int blocks, uint32_t position, uint32_t choice, uint32_t low, uint32_t high, float* out);
   void (*elementwise)(int kind, const float* x, const float* y, float value, float* out, int size);
   void (*attention)(const AttentionJob& job, const AttentionItem& item, float* scratch);
-  int attention_rows;  // most query vectors of an item over a cache in bfloat16, but of a tree: there as elsewhere kMaxRows
+  int attention_rows;  // most query vectors of an item over a cache in bfloat16; of trees and elsewhere it is kMaxRows
   size_t (*attention_scratch)(const AttentionJob& job);  // floats
   size_t (*attention_partial)(const AttentionJob& job, int count);  // floats, for `count` queries of a head
   // Merges `num_chunks` partial results of consecutive chunks, which lie one behind the other from item.partial on.
