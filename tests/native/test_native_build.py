@@ -122,6 +122,7 @@ SANITIZED = (
     "test_bf16_products.py",
     "test_pointwise.py",
     "test_native_attention.py",
+    "test_attention_on_tiles.py",
     "test_recording.py",
     "test_native_model.py",
     "test_online_quantisation.py",
