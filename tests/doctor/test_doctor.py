@@ -15,7 +15,15 @@ from headrace.device.cgroup import CgroupLimits
 from headrace.device.cuda import GpuFacts
 from headrace.doctor import gpu, processor
 from headrace.ledger.machine import MachineFacts
-from headrace.ops.native.library import EMULATED, PATH_STATES, available, available_paths, library, path_states
+from headrace.ops.native.library import (
+    EMULATED,
+    PATH_STATES,
+    Library,
+    available,
+    available_paths,
+    library,
+    path_states,
+)
 from tiny import write_tiny_llama
 
 
@@ -49,9 +57,14 @@ def test_paths_say_what_they_can(monkeypatch: pytest.MonkeyPatch) -> None:
     assert findings["  amx"] == "not compiled (the compiler knew no AMX and fp16: g++ 12 or newer does)"
     monkeypatch.setattr(processor, "path_states", lambda: {"amx": PATH_STATES[1]})
     monkeypatch.setattr(processor, "_cpuinfo", lambda: "flags : " + " ".join(processor.NEEDS["amx"]))
-    assert "does not let a process use tiles" in dict(processor.kernels().findings)["  amx"]
+    assert "the system refused this process its tiles" in dict(processor.kernels().findings)["  amx"]
+    assert dict(processor.kernels().findings)["  amx"].endswith(f"; {library().path} runs)")
     monkeypatch.setattr(processor, "path_states", lambda: {"amx": PATH_STATES[2]})
-    assert "only where HEADRACE_NATIVE_PATH=amx asks for it" in dict(processor.kernels().findings)["  amx"]
+    monkeypatch.setattr(processor, "library", lambda: Library("amx", {}))
+    monkeypatch.delenv("HEADRACE_NATIVE_PATH", raising=False)
+    assert "HEADRACE_NATIVE_PATH=avx512" in dict(processor.kernels().findings)["  amx"]
+    monkeypatch.setenv("HEADRACE_NATIVE_PATH", "amx")
+    assert dict(processor.kernels().findings)["  amx"] == PATH_STATES[2]
 
 
 def test_one_core_and_a_forced_path() -> None:

@@ -95,9 +95,9 @@ def kernels() -> Section:
         if state == PATH_STATES[1] and lacking:
             reason = f" (it lacks {', '.join(lacking)})"
         elif state == PATH_STATES[1] and found and path == "amx":
-            reason = " (the system does not let a process use tiles: Linux 5.16 or newer does)"
-        elif state == PATH_STATES[2] and path == "amx" and chosen != "amx":
-            reason = " (only where HEADRACE_NATIVE_PATH=amx asks for it: one request alone decodes faster without)"
+            reason = f" (the system refused this process its tiles, which Linux 5.16 or newer gives; {chosen} runs)"
+        elif path == chosen == "amx" and not forced:
+            reason = " (one request alone decodes faster with --mode fast, or with HEADRACE_NATIVE_PATH=avx512)"
         elif state == PATH_STATES[0] and path == "amx":
             reason = " (the compiler knew no AMX and fp16: g++ 12 or newer does)"
         section.add(f"  {path}", state + reason)

@@ -20,7 +20,7 @@ from headrace.ops.native.recording import current
 
 ABI = 11
 LIBRARY = NATIVE_LIBRARY
-PATHS = ("amx", "avx512", "avx2", "portable")  # best first; amx only where HEADRACE_NATIVE_PATH asks for it
+PATHS = ("amx", "avx512", "avx2", "portable")  # best first
 EMULATED = "amx-emulated"  # for tests: the amx path on processors that have AVX-512 only; never chosen by itself
 REMEDY = "install a C++17 compiler (such as g++) and install Headrace again; HEADRACE_NATIVE=0 silences this"
 

@@ -41,8 +41,7 @@ void ranges(int64_t count, int64_t work, Function function) {
   });
 }
 
-// Best first. Some paths run only where they are asked for: the emulated one is for tests, and on AMX a request that is
-// alone decodes at half the speed of the path below it.
+// Best first. The emulated path is for tests and runs only where it is asked for.
 struct Path {
   const char* name;
   bool (*compiled)();
@@ -52,7 +51,7 @@ struct Path {
 };
 bool always() { return true; }
 constexpr Path kPaths[] = {
-    {"amx", amx_compiled, has_amx, amx_kernels, true},
+    {"amx", amx_compiled, has_amx, amx_kernels, false},
     {"avx512", avx512_compiled, has_avx512, avx512_kernels, false},
     {"avx2", avx2_compiled, has_avx2, avx2_kernels, false},
     {"portable", always, always, portable_kernels, false},
@@ -186,13 +185,22 @@ struct AttentionWork {
   bool all_write = false;   // every span's every head is one item
 
   void plan(const AttentionJob& job, int spans) {
-    const int group = job.heads / job.kv_heads, most = queries_per_item(group);
+    const int group = job.heads / job.kv_heads;
     items.clear();
     merges.clear();
     size = 0;
-    int64_t whole = 0;
-    for (int span = 0; span < spans; ++span)
-      whole += (job.query_start[span + 1] - job.query_start[span] + most - 1) / most * job.kv_heads;
+    const auto items_of = [&](int queries) {
+      int64_t found = 0;
+      for (int span = 0; span < spans; ++span)
+        found += (job.query_start[span + 1] - job.query_start[span] + queries - 1) / queries * job.kv_heads;
+      return found;
+    };
+    // items as large as the path has them, unless threads would be left without
+    int rows = job.kv_format == kKvBf16 && !job.parents ? kernels->attention_rows : kMaxRows;
+    int most = queries_per_item(group, rows);
+    for (; rows > kMaxRows && items_of(most) < 4 * num_threads(); most = queries_per_item(group, rows))
+      rows = rows / 2 < kMaxRows ? kMaxRows : rows / 2;
+    const int64_t whole = items_of(most);
     // where there are few items, those of short spans over long contexts are cut into their chunks
     const bool cut = num_threads() > 1 && whole < 4 * num_threads();
     std::vector<size_t> places;  // of items and merges that have partial results

@@ -11,20 +11,10 @@
 // lies before the tree goes by as ever; tiles with tokens of the tree go by for one query at a time, whose ancestors are
 // gathered from where they lie. A query's bits are those that it has in a chain of its ancestors.
 
-// Running softmax of some query vectors: [rows][padded] sums, [rows][W] masses (to be added up), [rows] largest scores.
-struct State {
-  float *sums, *mass, *top;
-};
-
-struct Item {
-  const AttentionJob& job;
-  const AttentionItem& work;
-  int rows, group;           // query vectors; heads per key/value head
-  int first_position;        // of the first query
-  const int32_t* table;      // the span's blocks
-  int kv_head, dim, padded;  // padded: dim rounded up to whole vectors
-  size_t page_bytes;
-  float *q, *scores;  // [rows][dim], [rows][64]
+struct Item : Places {
+  int rows, group;                    // query vectors; heads per key/value head
+  int padded;                         // dim rounded up to whole vectors
+  float *q, *scores;                  // [rows][dim], [rows][64]
   State state;
   float* shrink;                      // [rows]: what the sums so far are multiplied with, for the tile at hand
   float* gathered;                    // [dim][64]: keys of a tile whose blocks are not whole vectors, or for many rows
@@ -32,18 +22,7 @@ struct Item {
   float *key_scales, *value_scales;   // [64]: int8, of the tile at hand
   const int* positions;               // of each query
   int first_row, end_row;             // of the query vectors that the tile at hand goes by for
-  int root;                           // position of a tree's first token
-  const int* path;                    // null, or: places in the tree's span of the query's ancestors, by depth
-  float* tiles;                       // memory of attention_tiles.h
 };
-
-// The place in the span's blocks of the token at `position`, as the query at hand sees it.
-INLINE int place(const Item& item, int position) {
-  return item.path && position > item.root ? item.root + item.path[position - item.root] : position;
-}
-
-template <int kKv>
-constexpr int kv_size() { return kKv == kKvF32 ? 4 : kKv == kKvBf16 ? 2 : 1; }
 
 template <int kKv>
 INLINE f kv_load(const uint8_t* p) {
@@ -70,71 +49,6 @@ INLINE f kv_load_n(const uint8_t* p, int n) {
   uint8_t bytes[W * 2] = {};
   __builtin_memcpy(bytes, p, static_cast<size_t>((n < W ? n : W) * kv_size<kKv>()));
   return kv_load<kKv>(bytes);
-}
-
-INLINE const uint8_t* page_of(const AttentionJob& job, const int32_t* table, int kv_head, size_t page_bytes,
-                              const uint8_t* pages, int position) {
-  const size_t block = static_cast<size_t>(table[position / job.block_size]);
-  return pages + block * static_cast<size_t>(job.block_bytes) + static_cast<size_t>(kv_head) * page_bytes;
-}
-INLINE const uint8_t* page(const Item& item, const uint8_t* pages, int position) {
-  return page_of(item.job, item.table, item.kv_head, item.page_bytes, pages, position);
-}
-
-template <int kKv>
-INLINE const uint8_t* key_column(const Item& item, int position) {
-  position = place(item, position);
-  return page(item, item.job.keys, position) + position % item.job.block_size * kv_size<kKv>();
-}
-
-template <int kKv>
-INLINE const uint8_t* value_row(const Item& item, int position) {
-  position = place(item, position);
-  return page(item, item.job.values, position) + position % item.job.block_size * item.dim * kv_size<kKv>();
-}
-
-INLINE float scale_of(const Item& item, const uint8_t* pages, int position) {
-  position = place(item, position);
-  const int inside = position % item.job.block_size;
-  float scale;
-  __builtin_memcpy(&scale, page(item, pages, position) + item.dim * item.job.block_size + 4 * inside, 4);
-  return scale;
-}
-
-// Pages that are soon to be read, brought nearer a few lines at a time: pages are scattered, and too short for the
-// processor to see a pattern in time.
-struct Ahead {
-  static constexpr int kMostPages = 4;
-  const uint8_t* pages[kMostPages];
-  int count = 0, lines = 0, line = 0;  // lines of each page; the next one
-  INLINE void some(int number) {
-    for (; number > 0 && line < lines; number -= count, ++line)
-      for (int p = 0; p < count; ++p) prefetch(pages[p] + 64 * line);
-  }
-};
-
-// Positions [start, end) of a tile.
-INLINE Ahead ahead_of(const Item& item, const int32_t* table, int kv_head, const uint8_t* pages, int start, int end) {
-  Ahead ahead;
-  const int size = item.job.block_size;
-  if (kTile % size == 0 && kTile / size <= Ahead::kMostPages && start < end) {
-    for (int position = start; position < end && position < start + kTile; position += size)
-      ahead.pages[ahead.count++] = page_of(item.job, table, kv_head, item.page_bytes, pages, position);
-    ahead.lines = static_cast<int>(item.page_bytes / 64);
-  }
-  return ahead;
-}
-
-// Keys of the tile behind the one at `tile_start`; behind the item's last one, those with which the next item begins.
-INLINE Ahead keys_ahead(const Item& item, int tile_start, int last) {
-  const AttentionJob& job = item.job;
-  const AttentionItem* next = item.work.next;
-  int start = tile_start + kTile;
-  if (start < last || !next) return ahead_of(item, item.table, item.kv_head, job.keys, start, last);
-  const int position = job.positions[job.query_start[next->span]] + next->first;
-  start = next->partial ? next->chunk * kChunk : job.window && position >= job.window ? position - job.window + 1 : 0;
-  const int32_t* table = job.tables + next->span * job.table_stride;
-  return ahead_of(item, table, next->kv_head, job.keys, start / kTile * kTile, position + 1);
 }
 
 // scores of kRows query vectors with kVectors vectors of positions; keys[v] + d * stride are W positions' dimension d.
@@ -225,8 +139,6 @@ NOINLINE static void values_rows(const Item& item, int row, const uint8_t* const
   if (column < item.dim) values_tile<kKv, kRows, 1, false>(item, row, column, values, begin, end, ahead);
 }
 
-#include "attention_tiles.h"
-
 template <int kKv, int kRows, class... Args>
 INLINE void scores_by(int rows, Args&&... args) {
   if (rows == kRows) scores_rows<kKv, kRows>(args...);
@@ -248,7 +160,7 @@ INLINE void attend_tile(const Item& item, int tile_start, int begin, int end, in
   const uint8_t* keys[kTile / W];
   const bool gathers = job.block_size % W != 0 || item.path;
   // for many rows numbers become float32 once, not for each kAttnRows of them
-  const bool widens = !kOnTiles<kKv> && kKv != kKvF32 && item.end_row - item.first_row > 2 * kAttnRows;
+  const bool widens = kKv != kKvF32 && item.end_row - item.first_row > 2 * kAttnRows;
   if (!gathers) {
     for (int v = 0; v < vectors; ++v) {
       const int seen = v * W + W <= begin ? begin : v * W;  // a vector wholly before the window: any block will do
@@ -280,12 +192,7 @@ INLINE void attend_tile(const Item& item, int tile_start, int begin, int end, in
   Ahead ahead = ahead_of(item, item.table, item.kv_head, job.values,
                          tile_start + begin / job.block_size * job.block_size, tile_start + end);
   const ptrdiff_t stride = as_floats ? ptrdiff_t{kTile * 4} : block_stride;
-  const OnTiles tiles = tiles_at(item.tiles, item.rows, item.dim);
-  if constexpr (kOnTiles<kKv>) {
-    if (gathers) scores_on_tiles<kKvF32>(item, tiles, keys, stride, vectors, ahead);
-    else scores_on_tiles<kKv>(item, tiles, keys, stride, vectors, ahead);
-  }
-  for (int row = item.first_row; !kOnTiles<kKv> && row < item.end_row; row += kAttnRows) {
+  for (int row = item.first_row; row < item.end_row; row += kAttnRows) {
     const int count = item.end_row - row < kAttnRows ? item.end_row - row : kAttnRows;
     if (as_floats) scores_by<kKvF32, kAttnRows>(count, item, row, keys, stride, vectors, ahead);
     else scores_by<kKv, kAttnRows>(count, item, row, keys, stride, vectors, ahead);
@@ -299,7 +206,6 @@ INLINE void attend_tile(const Item& item, int tile_start, int begin, int end, in
     for (; j < stop; ++j, at += item.dim * kv_size<kKv>()) values[j] = at;
   }
   ahead = keys_ahead(item, tile_start, last);
-  if constexpr (kOnTiles<kKv>) return values_on_tiles(item, tiles, values, begin, end, ahead);
   if (widens)
     for (int j = begin; j < end; ++j) {
       float* to = item.widened + j * item.padded;
@@ -323,7 +229,7 @@ NOINLINE static void attend_tree_tile(Item& item, const int32_t* parents, const 
   for (int query = 0; query < work.count; ++query) {
     const int position = item.positions[query], end = position + 1 - tile_start;
     if (end <= begin) continue;
-    for (int depth = position - item.root, at = work.first + query; depth >= 0; --depth, at = parents[at]) path[depth] = at;
+    find_path(parents, work.first + query, position - item.root, path);
     item.first_row = query * item.group;
     item.end_row = item.first_row + item.group;
     attend_tile<kKv>(item, tile_start, begin, end < kTile ? end : kTile, last);
@@ -331,18 +237,6 @@ NOINLINE static void attend_tree_tile(Item& item, const int32_t* parents, const 
   item.path = nullptr;
   item.first_row = 0;
   item.end_row = item.rows;
-}
-
-INLINE int padded_dim(int dim) { return (dim + W - 1) / W * W; }
-
-INLINE size_t state_floats(size_t rows, int dim) { return rows * (static_cast<size_t>(padded_dim(dim)) + W + 1); }
-
-INLINE State state_at(float* memory, int rows, int dim) {
-  State state;
-  state.sums = memory;
-  state.mass = state.sums + static_cast<size_t>(rows) * static_cast<size_t>(padded_dim(dim));
-  state.top = state.mass + static_cast<size_t>(rows) * W;
-  return state;
 }
 
 static void clear(const State& state, int rows, int dim) {
@@ -396,20 +290,22 @@ static size_t attention_partial(const AttentionJob& job, int count) {
 
 static size_t attention_scratch(const AttentionJob& job) {
   const int group = job.heads / job.kv_heads;
-  const size_t rows = static_cast<size_t>(queries_per_item(group) * group), dim = static_cast<size_t>(job.dim);
-  return tiles_floats(static_cast<int>(rows), job.dim) + 2 * state_floats(rows, job.dim) + rows * (dim + 1) +
-         scored_rows(rows) * kTile + (dim + static_cast<size_t>(padded_dim(job.dim))) * kTile + 2 * kTile + 64;
+  const size_t rows = static_cast<size_t>(queries_per_item(group, kMaxRows) * group), dim = static_cast<size_t>(job.dim);
+  return 2 * state_floats(rows, job.dim) + rows * (dim + 1) + rows * kTile +
+         (dim + static_cast<size_t>(padded_dim(job.dim))) * kTile + 2 * kTile + 64;
 }
 
 template <int kKv>
 static void attend(const AttentionJob& job, const AttentionItem& work, float* scratch) {
   const int group = job.heads / job.kv_heads, rows = work.count * group;
   const size_t num_rows = static_cast<size_t>(rows), dim = static_cast<size_t>(job.dim);
-  Item item{job, work, rows, group, 0, job.tables + work.span * job.table_stride, work.kv_head, job.dim,
-            padded_dim(job.dim), kv_page_bytes(kKv, job.dim, job.block_size), nullptr, nullptr,
-            State{}, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, 0, rows, 0, nullptr, scratch};
-  item.scores = scratch + tiles_floats(rows, job.dim);
-  item.gathered = item.scores + scored_rows(num_rows) * kTile;
+  int positions[kMaxRows];
+  const Extent extent = extent_of(job, work, positions);
+  Item item{{job, work, job.tables + work.span * job.table_stride, work.kv_head, job.dim,
+             kv_page_bytes(kKv, job.dim, job.block_size), job.positions[job.query_start[work.span]], nullptr},
+            rows, group, padded_dim(job.dim), nullptr, scratch, State{}, nullptr, nullptr, nullptr, nullptr, nullptr,
+            positions, 0, rows};
+  item.gathered = item.scores + num_rows * kTile;
   item.widened = item.gathered + dim * kTile;
   item.key_scales = item.widened + padded_dim(job.dim) * kTile;
   item.value_scales = item.key_scales + kTile;
@@ -419,46 +315,27 @@ static void attend(const AttentionJob& job, const AttentionItem& work, float* sc
   State total = state_at(states, rows, job.dim);
   item.state = state_at(states + state_floats(num_rows, job.dim), rows, job.dim);
   const int token = job.query_start[work.span] + work.first;
-  item.first_position = job.positions[job.query_start[work.span]] + work.first;
   for (int row = 0; row < rows; ++row) {
     const int head = work.kv_head * group + row % group;
     const float* q = job.q + (token + row / group) * job.q_stride + static_cast<ptrdiff_t>(head) * job.dim;
     for (int d = 0; d < job.dim; ++d) item.q[row * job.dim + d] = q[d] * job.scale;
   }
-  if constexpr (kOnTiles<kKv>) open_tiles_with(item);
-  const int start_token = job.query_start[work.span];
-  const int32_t* parents = job.parents && job.parents[start_token] == -1 ? job.parents + start_token : nullptr;
-  int positions[kMaxRows];
-  item.positions = positions;
-  item.root = job.positions[start_token];
-  int lowest_query = item.first_position, last_position = item.first_position + work.count - 1;
-  for (int query = 0; query < work.count; ++query) positions[query] = item.first_position + query;
-  if (parents) {
-    lowest_query = last_position = job.positions[token];
-    for (int query = 0; query < work.count; ++query) {
-      const int position = positions[query] = job.positions[token + query];
-      if (position < lowest_query) lowest_query = position;
-      if (position > last_position) last_position = position;
-    }
-  }
-  const int lowest = job.window && lowest_query >= job.window ? lowest_query - job.window + 1 : 0;
   if (work.partial) item.state = state_at(work.partial, rows, job.dim);
-  const int first = work.partial ? work.chunk : lowest / kChunk, last = work.partial ? first : last_position / kChunk;
+  const int first = extent.first_chunk, last = extent.last_chunk, last_position = extent.last_position;
   // one chunk and no sinks: what it has seen is the total, as merging it into nothing would make it
   const bool alone = !work.partial && first == last && !job.sinks;
   if (!work.partial && !alone) begin_total(job, work, total);
   for (int chunk = first; chunk <= last; ++chunk) {
     clear(item.state, rows, job.dim);
-    const int from = lowest > chunk * kChunk ? lowest : chunk * kChunk;
+    const int from = extent.lowest > chunk * kChunk ? extent.lowest : chunk * kChunk;
     const int to = last_position < (chunk + 1) * kChunk ? last_position + 1 : (chunk + 1) * kChunk;
     for (int start = from / kTile * kTile; start < to; start += kTile) {
       const int begin = from > start ? from - start : 0, end = to - start < kTile ? to - start : kTile;
-      if (!parents || start + kTile <= item.root + 1) attend_tile<kKv>(item, start, begin, end, last_position + 1);
-      else attend_tree_tile<kKv>(item, parents, work, start, begin, last_position + 1);
+      if (!extent.parents || start + kTile <= item.root + 1) attend_tile<kKv>(item, start, begin, end, last_position + 1);
+      else attend_tree_tile<kKv>(item, extent.parents, work, start, begin, last_position + 1);
     }
     if (!work.partial && !alone) merge(total, item.state, rows, job.dim);
   }
-  if constexpr (kOnTiles<kKv>) close_tiles();
   if (!work.partial) write_out(job, work, alone ? item.state : total);
 }
 

@@ -149,6 +149,7 @@ struct Kernels {
   void (*uniforms)(uint32_t first, int blocks, uint32_t position, uint32_t choice, uint32_t low, uint32_t high, float* out);
   void (*elementwise)(int kind, const float* x, const float* y, float value, float* out, int size);
   void (*attention)(const AttentionJob& job, const AttentionItem& item, float* scratch);
+  int attention_rows;  // most query vectors of an item over a cache in bfloat16; of trees and elsewhere it is kMaxRows
   size_t (*attention_scratch)(const AttentionJob& job);  // floats
   size_t (*attention_partial)(const AttentionJob& job, int count);  // floats, for `count` queries of a head
   // Merges `num_chunks` partial results of consecutive chunks, which lie one behind the other from item.partial on.
@@ -166,10 +167,10 @@ const Kernels* avx512_kernels();  // null where not compiled in
 const Kernels* amx_kernels();     // null where not compiled in
 const Kernels* amx_emulated_kernels();  // null where not compiled in
 
-// Most query vectors (queries times heads that share a key/value head) of one attention item.
+// Most query vectors (queries times heads that share a key/value head) of one attention item; paths may take more.
 constexpr int kMaxRows = 48;
 constexpr int kMaxTree = 65;  // tokens of a tree's span
-inline int queries_per_item(int heads_per_kv) { return heads_per_kv >= kMaxRows ? 1 : kMaxRows / heads_per_kv; }
+inline int queries_per_item(int heads_per_kv, int rows) { return heads_per_kv >= rows ? 1 : rows / heads_per_kv; }
 
 // pack.cpp, plain code for every processor
 int pack_panel(int format, const uint8_t* rows, size_t row_bytes, const int64_t* order, int num_rows, int first, int k,

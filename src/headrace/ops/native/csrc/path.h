@@ -28,6 +28,7 @@ namespace {
 #endif
 #include "exponential.h"
 #include "pointwise.h"
+#include "attention_places.h"
 #include "attention.h"
 }  // namespace
 
@@ -59,6 +60,7 @@ const Kernels* kernels(const char* name) {
     made.elementwise = elementwise;
     made.uniforms = uniforms;
     made.attention = attention;
+    made.attention_rows = kMaxRows;
     made.attention_scratch = attention_scratch;
     made.attention_partial = attention_partial;
     made.attention_merge = attention_merge;

@@ -27,8 +27,8 @@ INLINE void under_tile_rules(Work work) {
 #include "bf16_weights.h"
 #include "bf16.h"
 #include "exponential.h"
-#define HEADRACE_HAS_TILES
-#include "attention.h"
+#include "attention_places.h"
+#include "attention_bf16.h"
 
 // A path that has everything of the AVX-512 one, with products and attention on tiles; filled once, as in path.h.
 static const Kernels* kernels_with_tiles(const char* name) {
@@ -42,6 +42,7 @@ static const Kernels* kernels_with_tiles(const char* name) {
     made.open_tiles = open_tiles;
     made.close_tiles = close_tiles;
     made.attention = attention;
+    made.attention_rows = kWideRows;
     made.attention_scratch = attention_scratch;
     made.attention_partial = attention_partial;
     made.attention_merge = attention_merge;
