@@ -40,6 +40,7 @@ def random(device):
 @pytest.fixture
 def gpu_engine(monkeypatch, device):
     """Engines on `device=cuda`, also where there is none: the device's own code on torch's CPU."""
+    activation, invariant = RUNTIME.activation, RUNTIME.invariant
     with using():  # whatever an engine binds, the next test finds as it was
         if INTERPRETED:
             from headrace.worker.device_worker import DeviceWorker
@@ -56,3 +57,4 @@ def gpu_engine(monkeypatch, device):
 
             monkeypatch.setattr(engine_module, "make_worker", make_worker)
         yield
+    RUNTIME.activation, RUNTIME.invariant = activation, invariant
