@@ -46,7 +46,8 @@ def models(tmp_path_factory):
 
 @pytest.fixture
 def held(monkeypatch):
-    """Every draft that an engine holds, in order."""
+    """Every draft that an engine holds, in order; the host sees all of them, since no step runs several times."""
+    monkeypatch.setattr(HostBound, "runs", lambda self, num_rows, serial=False: 1)
     drafts = []
     original = RequestTable.hold_drafts
 
@@ -266,6 +267,7 @@ def test_graphs_are_made_anew_when_a_draft_model_s_kernel_arrives(models, gpu_en
 @pytest.mark.parametrize("who", ["all", "the head"])
 def test_a_head_that_only_watches_keeps_features_of_its_own(models, gpu_engine, monkeypatch, who):
     """Also where others are asked, and after steps that verify: its later drafts are those of one always asked."""
+    monkeypatch.setattr(HostBound, "runs", lambda self, num_rows, serial=False: 2)
     places = drafts_by_place(monkeypatch)
     options = OPTIONS | DEVICE | {"speculate": "auto", "draft_model": models["eagle1"], "num_draft_tokens": 2}
     found = []

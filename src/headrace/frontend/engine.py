@@ -160,9 +160,10 @@ class Engine:
         self._closed = False
 
     def _visits(self) -> Visits:
-        """Steps of a GPU can run several times a visit, but for those that drafts may follow."""
+        """Steps of a GPU can run several times a visit, but for those whose tokens the host draws, as it does for the
+        residual verifier."""
         overlaps = self.config.device != "cpu" and self.config.steps_in_flight > 1
-        return HostBound() if overlaps else OneRun()
+        return HostBound() if overlaps and self.config.verify != "residual" else OneRun()
 
     def _draft_policy(self, work: WorkModel, draft: DraftSource | None) -> DraftPolicy:
         config = self.config
