@@ -1,6 +1,6 @@
 """On a processor with AMX: are its tiles the ones that the tests emulate, and what does the path gain?
 
-    python bench/cpu_amx.py [--model smollm2-135m] [--threads 2] [--json bench/results/cpu-amx/compare.json]
+    python bench/cpu_amx.py [--model smollm2-135m] [--threads 2] [--json bench/results/cpu-amx/paths.json]
 
 First the products of every weight format on the `amx` path, and an engine's tokens and logprobs, are compared, bit by
 bit, with those of `amx-emulated`. If they differ, which order of summing would explain it is said, and the exit code
