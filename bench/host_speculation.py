@@ -6,8 +6,8 @@ Of engines that draft all runs but the kernels, as in bench/host_offline.py: pol
 patches, what drafting networks are sent, results, ledger. The made-up GPU accepts each draft with a probability; its
 own time is left out. Told are, a step: this process's microseconds on the processor; those beyond what a step without
 drafts takes; those for which a GPU would stand still, from when the host had waited for all that it had sent to the
-next launch; and calls of torch (copies, launches). What CUDA's driver takes for those is not in the times. Needs torch
-and triton, of any kind.
+next launch; and calls of torch (copies, launches). What CUDA's driver takes for those is not in the times. Where a step
+runs several times a visit of the host, each run counts. Needs torch and triton, of any kind.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Gpu:
     def __init__(self) -> None:
         self.random = np.random.default_rng(0)
         self.seconds, self.idle = 0.0, 0.0
-        self.launches = 0
+        self.launches, self.steps = 0, 0
         self.ended: float | None = None  # when the host learnt that nothing runs
 
     def launch(self) -> float:
@@ -69,6 +69,7 @@ class Gpu:
 
     def step(self, runner: Any, batch: Any, warm: bool, cut: bool, *kernel: Any) -> None:
         started = self.launch()
+        self.steps += type(runner) is runner_module.DeviceRunner
         drawn, count = runner._drawn.numpy(), int(batch.spans.num_rows[0])
         drawn[:count, 0] = self.random.integers(10, 10 + WORDS, count)
         if batch.lines.num_drafts is not None and type(runner) is runner_module.DeviceRunner:
@@ -207,10 +208,22 @@ CASES: dict[str, dict[str, Any]] = {
     "ngram, by itself": {"speculate": "ngram"},
     "ngram, at rest": {"speculate": "ngram", "drafting": False},
     "eagle, 2 drafts": {"speculate": "eagle", "num_draft_tokens": 2},
+    "eagle, 2 drafts, 8 runs": {"speculate": "eagle", "num_draft_tokens": 2, "runs": 8},
     "eagle, by itself": {"speculate": "eagle"},
     "eagle, at rest": {"speculate": "eagle", "drafting": False},
     "draft model, 4 drafts": {"speculate": "draft", "num_draft_tokens": 4},
+    "draft model, 4 drafts, 4 runs": {"speculate": "draft", "num_draft_tokens": 4, "runs": 4},
 }
+
+
+class Runs(OneRun):
+    """Always so many runs a visit."""
+
+    def __init__(self, count: int):
+        self._count = count
+
+    def runs(self, num_rows: int, serial: bool = False) -> int:
+        return self._count
 
 
 def decide(policy: Any, drafting: bool) -> None:
@@ -222,14 +235,14 @@ def decide(policy: Any, drafting: bool) -> None:
 def measure(gpu: Gpu, options: dict[str, Any], rows: int, profile: bool) -> tuple[float, float, float, float]:
     """(microseconds, those for which the GPU stands still, calls of torch, tokens) a step."""
     options = dict(options)
-    drafting = options.pop("drafting", True)
+    drafting, runs = options.pop("drafting", True), options.pop("runs", 1)
     if options.get("speculate") == "draft":
         options["draft_model"] = str(resolve_model(None))
     steps = max(40, 150 // rows)
     with LLM(None, device="cuda", prefix_caching=False, max_num_seqs=max(64, rows), **options) as llm:
         engine = llm.engine
         scheduler = engine.core.scheduler
-        scheduler.visits = OneRun()
+        scheduler.visits = Runs(runs)
         decide(scheduler.drafting, drafting)
         for _ in range(rows):
             prompt = gpu.random.integers(10, 10 + WORDS, 64).tolist()
@@ -242,13 +255,16 @@ def measure(gpu: Gpu, options: dict[str, Any], rows: int, profile: bool) -> tupl
         run(120)
         found, idle = [], []
         for _ in range(ROUNDS):
-            started, aside, still = time.process_time(), gpu.seconds, gpu.idle
-            run(steps)
-            found.append((time.process_time() - started - (gpu.seconds - aside)) / steps)
-            idle.append((gpu.idle - still) / steps)
+            started, aside, still, before = time.process_time(), gpu.seconds, gpu.idle, gpu.steps
+            run(steps // runs)
+            count = gpu.steps - before
+            found.append((time.process_time() - started - (gpu.seconds - aside)) / count)
+            idle.append((gpu.idle - still) / count)
+        begun = gpu.steps
         before = sum(request.num_output for request in scheduler.running)
         with Calls() as calls:
-            run(steps)
+            run(steps // runs)
+        steps = gpu.steps - begun
         after = sum(request.num_output for request in scheduler.running)
         if profile:
             with cProfile.Profile() as profiler:
