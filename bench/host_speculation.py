@@ -219,6 +219,8 @@ CASES: dict[str, dict[str, Any]] = {
 class Runs(OneRun):
     """Always so many runs a visit."""
 
+    follows = True
+
     def __init__(self, count: int):
         self._count = count
 

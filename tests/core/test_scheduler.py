@@ -18,6 +18,8 @@ from headrace.core.visits import OneRun
 class Runs(OneRun):
     """Always so many runs of a step."""
 
+    follows = True
+
     def __init__(self, count):
         self.count = count
 

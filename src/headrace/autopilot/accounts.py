@@ -184,9 +184,10 @@ class DraftAccounts:
         if not count:
             return
         for source in self._sources.values():
-            budget = self.budget(source, num_rows)
-            for _ in range(count):
-                budget.settle(0.0, 1.0, 0, allowed)
+            self.budget(source, num_rows)  # if there is none yet
+        for (_, load, way), budget in self._budgets.items():  # ways that are not followed are paid too, or never tried
+            for _ in range(count if load == num_rows.bit_length() else 0):
+                budget.settle(0.0, 1.0, 0, allowed and way == self.way)
 
     def _drafting(self, result: StepResult) -> Sequence[float]:
         """Seconds that each proposer took."""

@@ -70,7 +70,9 @@ class _Serial:
 class HostBound:
     """A `Visits` (core/visits.py)."""
 
-    def __init__(self) -> None:
+    def __init__(self, follows: bool = False) -> None:
+        """`follows`: drafts can be made between two runs of a step that verifies."""
+        self.follows = follows
         self._loads: dict[int, _Load] = {}  # rows, rounded -> what is known
         self._serial: dict[int, _Serial] = {}  # the same of those that are looked at before the next one is sent
         self._told: list[tuple[str, ...]] = []

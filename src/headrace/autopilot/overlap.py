@@ -111,8 +111,9 @@ class RunAhead:
             self._begin()
         if last is None or not plan.generates or result.warming or self._way != self._wanted:
             return
+        settled = self._steps >= _SETTLING
         self._steps += result.num_runs
-        if self._steps > _SETTLING:
+        if settled:
             self._tokens += sum(map(len, result.tokens)) / plan.num_spans
             self._seconds += self._taken(result.num_runs, now - last)
         if self._steps >= _SETTLING + _WINDOW:

@@ -88,7 +88,7 @@ class StepPlan:
     released: tuple[int, ...] = ()  # rows whose requests ended or were preempted
     yields: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))  # bool [S]: the span reaches its row's end
     # the step runs so many times, each from the tokens that the run before drew; above 1 all spans are single tokens,
-    # or a token and as many drafts each. Of those it may run once only, where nothing can draft between two runs.
+    # or a token and as many drafts each. Of those it may run fewer times, mostly once: where nothing can draft between.
     num_runs: int = 1
     # int32 [P, S]: most drafts by each proposer after the span; P = 0: none is asked; None: no bound
     draft_limits: np.ndarray | None = None

@@ -121,8 +121,8 @@ class Request:
         return self.beam is None and self.params.grammar is None
 
     def run_ahead(self, allowed: bool) -> None:
-        """Whether its steps may be scheduled ahead of their results, and so run several times, as far as it lets them;
-        those that verify drafts may do that anyway."""
+        """Whether its steps may be scheduled ahead of their results, as far as it lets them. Several runs of a step are
+        for it alone to allow."""
         self.runs_ahead = allowed and self.is_plain
         self.repeats = self.is_plain and self.params.is_simple
 

@@ -17,6 +17,11 @@ MOST_RUNS = 8  # of a step: workers that can run one more than once have room fo
 class Visits(Protocol):
     """Chooses and learns from what became of it."""
 
+    @property
+    def follows(self) -> bool:
+        """Whether drafts can be made between two runs, so that verifications may run several times."""
+        ...
+
     def runs(self, num_rows: int, serial: bool = False) -> int:
         """Runs of a step of `num_rows` decodes or verifications, at least 1. `serial`: the step after it is not sent
         before its tokens are known, as where drafts go on from them."""
@@ -27,13 +32,15 @@ class Visits(Protocol):
         ...
 
     def observe(self, num_rows: int, num_runs: int, seconds: float, waited: float, serial: bool = False) -> None:
-        """A step of `num_runs` runs of `num_rows` decodes ended `seconds` after the one before it, of which the host
-        `waited` for it; of a `serial` one `waited` is what it took its device, drafting included."""
+        """A step of `num_runs` runs of `num_rows` decodes or verifications ended `seconds` after the one before it, of
+        which the host `waited` for it; of a `serial` one `waited` is what it took its device, drafting included."""
         ...
 
 
 class OneRun:
     """Every run is looked at."""
+
+    follows = False
 
     def runs(self, num_rows: int, serial: bool = False) -> int:
         return 1
@@ -53,6 +60,8 @@ def repeat_runs(
     `limits`: of what is drafted behind it."""
     depth = depth_of_all(plan.others.values(), limits) if plan.others else 0
     if plan.prefilling or len(plan.others) != (len(plan.requests) if depth else 0):
+        return []
+    if depth and not (visits.follows and _by_who_is_asked(plan, limits)):
         return []
     serial = not all(request.runs_ahead for request in plan.requests)
     drafts_follow = not depth and (limits is None or len(limits) > 0)  # then what comes next is not a run of the same
@@ -75,4 +84,12 @@ def repeat_runs(
     for request, start in zip(plan.requests, plan.starts, strict=True):
         request.num_scheduled = start + runs * length
     plan.num_runs = runs
-    return visits.decisions()
+    return [(what, str(runs), *why) for what, _, *why in visits.decisions()]
+
+
+def _by_who_is_asked(plan: PlanBuilder, limits: np.ndarray | None) -> bool:
+    """Whether the drafts that are verified are of the one proposer that is asked for more: others are not told of."""
+    if limits is None:
+        return True
+    (source,) = np.flatnonzero(limits.any(axis=1)).tolist()
+    return all(request.draft_source == source for request in plan.requests)

@@ -97,7 +97,7 @@ def kernels() -> Section:
         elif state == PATH_STATES[1] and found and path == "amx":
             reason = f" (the system refused this process its tiles, which Linux 5.16 or newer gives; {chosen} runs)"
         elif path == chosen == "amx" and not forced:
-            reason = " (one request alone decodes faster with --mode fast, or with HEADRACE_NATIVE_PATH=avx512)"
+            reason = " (one request alone decodes faster with --mode fast)"
         elif state == PATH_STATES[0] and path == "amx":
             reason = " (the compiler knew no AMX and fp16: g++ 12 or newer does)"
         section.add(f"  {path}", state + reason)

@@ -163,7 +163,10 @@ class Engine:
         """Steps of a GPU can run several times a visit, but for those whose tokens the host draws, as it does for the
         residual verifier."""
         overlaps = self.config.device != "cpu" and self.config.steps_in_flight > 1
-        return HostBound() if overlaps and self.config.verify != "residual" else OneRun()
+        if not overlaps or self.config.verify == "residual":
+            return OneRun()
+        follows = getattr(getattr(self._worker, "proposer", None), "follows", False)
+        return HostBound(follows and not self.config.draft_tree)
 
     def _draft_policy(self, work: WorkModel, draft: DraftSource | None) -> DraftPolicy:
         config = self.config

@@ -31,7 +31,7 @@ class CombinedProposer:
         self._proposers: dict[int, Proposer] = dict(enumerate(proposer for _, proposer in proposers))
         self._dropped: list[str] = []  # since the last step was told of them
         self._skipped = 0
-        self._follower = -1  # which sent its passes behind a step last
+        self.follower = -1  # which sent its passes behind a step last
         self._asked: list[int] = []  # networks, for drafts, by the last call of `propose`
         self._no_seconds = (0.0,) * len(self.names)
         self.seconds: tuple[float, ...] = ()  # that each proposer took in the last call of `propose`
@@ -113,7 +113,7 @@ class CombinedProposer:
     @property
     def follows(self) -> bool:
         """Whether there is one that may."""
-        return any(hasattr(proposer, "follow") for proposer in self._proposers.values())
+        return any(getattr(proposer, "follows", False) for proposer in self._proposers.values())
 
     def continues(self, source: Any) -> None:
         """Where the model leaves what networks continue."""
@@ -137,14 +137,14 @@ class CombinedProposer:
         if len(asked) == 1 and (call := getattr(self._proposers[asked[0]], "follow", None)) is not None:
             most = limits if wanted is None else np.minimum(limits, wanted[asked[0]])
             sent = self._try(asked[0], lambda spans: call(*spans, most, num_runs), (rows, starts, lengths))
-            self._follower = asked[0]
+            self.follower = asked[0]
             return bool(sent)
         return False
 
     def again(self) -> bool:
         """Send once more what followed last, behind the same step run again. Whether it was."""
-        proposer: Any = self._proposers.get(self._follower)
-        return proposer is not None and bool(self._try(self._follower, lambda call: call() or True, proposer.again))
+        proposer: Any = self._proposers.get(self.follower)
+        return proposer is not None and bool(self._try(self.follower, lambda call: call() or True, proposer.again))
 
     def passes(self) -> tuple[DraftPass, ...]:
         """What networks took in the last call of `propose`."""

@@ -388,6 +388,11 @@ class DeviceDraftProposer:
         head = self.runner.model.head if isinstance(self.runner.model, HeadModel) else None
         self.runner.sender.continues(source, head)
 
+    @property
+    def follows(self) -> bool:
+        """See CombinedProposer."""
+        return not isinstance(self.runner, DeviceParallelRunner)
+
     @torch.inference_mode()
     def follow(
         self, rows: np.ndarray, starts: np.ndarray, lengths: np.ndarray, limits: np.ndarray, num_runs: int

@@ -161,7 +161,7 @@ class DeviceRunner:
         hidden: torch.Tensor | None = None
         num_runs = plan.num_runs
         for run in range(num_runs):
-            if run and waits and (key is None or not self._draft_between(plan, run)):
+            if run and waits and (key is None or not self._draft_behind(plan, run, num_runs)):
                 num_runs = run
                 break
             if key is not None:
@@ -194,7 +194,7 @@ class DeviceRunner:
         self._take_in()
         if not any_hosted and self._speculation is not None:
             if trees is None:
-                self._draft_between(plan, num_runs) if num_runs > 1 else self._speculation.follow(plan)
+                self._draft_behind(plan, num_runs, 1)
             pending.settle = partial(self._finish, plan, hosted, batch, trees)
             return pending  # what comes of its tokens is done when they are asked for
         drawn_here = None if hidden is None else self._draw_on_host(plan, hosted, hidden, trees)
@@ -216,13 +216,14 @@ class DeviceRunner:
         while self._unsettled:
             self._unsettled.popleft().result()
 
-    def _draft_between(self, plan: StepPlan, run: int) -> bool:
-        """Send what drafts behind the last run of a step that verifies, for `run`. False if nothing can."""
+    def _draft_behind(self, plan: StepPlan, sent: int, num_runs: int) -> bool:
+        """Send what drafts behind a step that verifies, of which so many runs were `sent` and `num_runs` are to be.
+        False if nothing can."""
         assert self._speculation is not None
-        if run > 1:
+        if sent > 1:
             return self._speculation.again()
         self._take_in()
-        return self._speculation.follow(plan, plan.num_runs)
+        return self._speculation.follow(plan, num_runs)
 
     def settle(self) -> None:
         """Wait for all that was sent and read it, for more steps to follow than results can lie about."""

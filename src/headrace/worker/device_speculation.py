@@ -2,10 +2,11 @@
 
 The GPU verifies (ops/triton/step.py): it draws at every position of a span, keeps the drafts that equal what it drew
 and sets the row back by the others. Where drafts come from is decided here, and that needs the tokens: no step follows
-one of such an engine before its result is read. Then the host's table takes in what came of it, proposers are asked,
-and the drafts that the next step verifies go over with its patches, into the table behind the known tokens of their
-rows; of a network that could follow at once (worker/device_chain.py) they are there already. Steps after which the plan
-wants no drafts may overlap; the host's table takes in their tokens when the engine reads them.
+one of such an engine before its result is read, but for further runs of the same step, whose drafts a network makes on
+the GPU. Then the host's table takes in what came of it, proposers are asked, and the drafts that the next step verifies
+go over with its patches, into the table behind the known tokens of their rows; of a network that could follow at once
+(worker/device_chain.py) they are there already. Steps after which the plan wants no drafts may overlap; the host's
+table takes in their tokens when the engine reads them.
 """
 
 from __future__ import annotations
@@ -74,9 +75,7 @@ class Speculation:
         limits = np.minimum(host.sampling.max_drafts[rows], self.most_drafts)
         if num_runs > 1 and (limits < plan.num_drafts).any():
             return False
-        return self.proposer.follow(
-            rows, host.num_computed[rows], plan.lengths, limits, plan.draft_limits, num_runs
-        )
+        return self.proposer.follow(rows, host.num_computed[rows], plan.lengths, limits, plan.draft_limits, num_runs)
 
     def again(self) -> bool:
         """The same behind another run of the step."""
@@ -103,7 +102,9 @@ class Speculation:
             draft_sources=sources,
             draft_values=values,
             draft_passes=passes,
-            draft_seconds=tuple(each + between * bool(each) for each in self.proposer.seconds),
+            draft_seconds=tuple(
+                each + between * (source == self.proposer.follower) for source, each in enumerate(self.proposer.seconds)
+            ),
             dropped=self.proposer.dropped(),
             times=replace(
                 result.times,
