@@ -208,7 +208,7 @@ def test_a_window_reaches_over_blocks_that_are_held_where_drafts_follow(models, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["other", "windowed", "eagle1", "eagle3"])
+@pytest.mark.parametrize("name", ["other", "windowed", "eagle3"])
 def test_several_verifications_a_visit(models, gpu_engine, monkeypatch, name):
     """What drafts for the next run goes on from the one before it, before the host has seen either."""
     monkeypatch.setattr(HostBound, "runs", lambda self, num_rows, serial=False: 3)
