@@ -139,23 +139,6 @@ def note_runs(
     return noted
 
 
-def depth_of_all(spans: Iterable[tuple[int, int, bool]], limits: np.ndarray | None) -> int:
-    """The drafts that each of these spans (length, drafts, whether it yields) verifies, if they are as many in all of
-    them and each proposer but one is to make none after them, and that one as many again (`limits` [P, S], see
-    DraftPolicy.limits); else 0."""
-    depths = {(length - 1, num_drafts, yields) for length, num_drafts, yields in spans}
-    if len(depths) != 1:
-        return 0
-    ((behind, depth, yields),) = depths
-    if not yields or behind != depth:
-        return 0
-    if limits is not None:
-        asked = limits[limits.any(axis=1)]
-        if len(asked) != 1 or (asked != depth).any():
-            return 0
-    return depth
-
-
 def allows(request: Request, proposer: str) -> bool:
     """Whether the request leaves its drafts to this proposer."""
     return request.params.draft_method in (None, proposer)

@@ -7,7 +7,6 @@ from typing import Protocol
 
 import numpy as np
 
-from headrace.core.drafting import depth_of_all
 from headrace.core.kv_manager import KVCacheManager
 from headrace.core.plan_builder import PlanBuilder
 
@@ -58,17 +57,14 @@ def repeat_runs(
     """Give a step of decodes, or of verifications of equally many drafts, more runs, if they are wanted, all requests
     may have them, and memory is there for them; the decisions then. `max_len`: tokens that a request may have at most;
     `limits`: of what is drafted behind it."""
-    depth = depth_of_all(plan.others.values(), limits) if plan.others else 0
-    if plan.prefilling or len(plan.others) != (len(plan.requests) if depth else 0):
+    depth = _depth(plan, limits) if plan.others else 0
+    if plan.prefilling or (plan.others and not (depth and visits.follows)):
         return []
-    if depth and not (visits.follows and _by_who_is_asked(plan, limits)):
-        return []
-    serial = not all(request.runs_ahead for request in plan.requests)
-    drafts_follow = not depth and (limits is None or len(limits) > 0)  # then what comes next is not a run of the same
-    if (serial and drafts_follow) or not all(request.repeats for request in plan.requests):
+    serial = not plan.requests[0].runs_ahead  # as all that may run several times
+    if serial and not depth and (limits is None or len(limits)):  # drafts come next, not the same again
         return []
     runs, length = visits.runs(len(plan.requests), serial), 1 + depth
-    if runs < 2:
+    if runs < 2 or not all(request.repeats for request in plan.requests):
         return []
     left = max(request.max_len - start - 1 for request, start in zip(plan.requests, plan.starts, strict=True))
     # a verification brings a token at least, `length` at most: half of that, or the last runs would be in vain for all
@@ -87,9 +83,18 @@ def repeat_runs(
     return [(what, str(runs), *why) for what, _, *why in visits.decisions()]
 
 
-def _by_who_is_asked(plan: PlanBuilder, limits: np.ndarray | None) -> bool:
-    """Whether the drafts that are verified are of the one proposer that is asked for more: others are not told of."""
+def _depth(plan: PlanBuilder, limits: np.ndarray | None) -> int:
+    """The drafts that each span of a plan verifies, if it is a token and as many drafts in all of them, and as many
+    again are to be made behind it by their proposer alone; else 0."""
+    spans = set(plan.others.values())
+    if len(plan.others) < len(plan.requests) or len(spans) > 1:
+        return 0
+    ((length, depth, yields),) = spans
+    if not yields or length != 1 + depth:
+        return 0
     if limits is None:
-        return True
-    (source,) = np.flatnonzero(limits.any(axis=1)).tolist()
-    return all(request.draft_source == source for request in plan.requests)
+        return depth
+    asked = np.flatnonzero(limits.any(axis=1)).tolist()
+    if len(asked) != 1 or (limits[asked[0]] != depth).any():
+        return 0
+    return depth if all(request.draft_source == asked[0] for request in plan.requests) else 0

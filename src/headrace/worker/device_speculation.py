@@ -73,8 +73,6 @@ class Speculation:
             return False
         host, rows = self._table.host, plan.rows
         limits = np.minimum(host.sampling.max_drafts[rows], self.most_drafts)
-        if num_runs > 1 and (limits < plan.num_drafts).any():
-            return False
         return self.proposer.follow(rows, host.num_computed[rows], plan.lengths, limits, plan.draft_limits, num_runs)
 
     def again(self) -> bool:

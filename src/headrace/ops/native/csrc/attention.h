@@ -252,12 +252,7 @@ static void merge(const State& total, const State& more, int rows, int dim) {
     const float before = total.top[row], found = more.top[row], after = found > before ? found : before;
     if (found == -__builtin_inff()) continue;
     total.top[row] = after;
-    const f old = set1(shrunk(before, after)), fresh = set1(shrunk(found, after));
-    const auto add_up = [&](float* to, const float* from) __attribute__((always_inline)) {
-      store(to, fma(load(to), old, mul(load(from), fresh)));
-    };
-    add_up(total.mass + row * W, more.mass + row * W);
-    for (int d = 0; d < padded; d += W) add_up(total.sums + row * padded + d, more.sums + row * padded + d);
+    add_row(total, more, row, padded, set1(shrunk(before, after)), set1(shrunk(found, after)));
   }
 }
 

@@ -178,12 +178,7 @@ INLINE void merge_rows(const State& total, const State& more, int rows, int padd
     for (int r = 0; r < count; ++r) {
       const int row = base + r;
       if (more.top[row] == -__builtin_inff()) continue;
-      const f by = set1(old[r]), with = set1(fresh[r]);
-      const auto add_up = [&](float* to, const float* from) __attribute__((always_inline)) {
-        store(to, fma(load(to), by, mul(load(from), with)));
-      };
-      add_up(total.mass + row * W, more.mass + row * W);
-      for (int d = 0; d < padded; d += W) add_up(total.sums + row * padded + d, more.sums + row * padded + d);
+      add_row(total, more, row, padded, set1(old[r]), set1(fresh[r]));
     }
   }
 }

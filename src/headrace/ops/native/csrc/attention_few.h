@@ -3,6 +3,17 @@
 // this.
 //
 // A tile sums the even ones of 32 products in one chain of multiply-adds and the odd ones in another.
+template <class Sums, class Next>
+INLINE void in_two_chains(Sums& even, Sums& odd, int begin, int end, const Next& next, Ahead& ahead) {
+  int at = begin;
+  if (at < end && at % 2) next(odd, at++);
+  for (; at + 1 < end; at += 2) {
+    next(even, at);
+    next(odd, at + 1);
+    if (at % 8 == 0) ahead.some(8);
+  }
+  if (at < end) next(even, at);
+}
 
 // Scores of kRows query vectors with kVectors vectors of positions.
 template <int kRows, int kVectors>
@@ -32,14 +43,7 @@ INLINE void few_scores(const float* q, int dim, const KeyVector* keys, float* ou
         for (int v = 0; v < kVectors; ++v) sums[r][v] = fma(value, k[v], sums[r][v]);
       }
     };
-    const int stop = dim - block < 32 ? dim : block + 32;
-    int d = block;
-    for (; d + 1 < stop; d += 2) {
-      next(even, d);
-      next(odd, d + 1);
-      if (d % 8 == 0) ahead.some(8);
-    }
-    if (d < stop) next(even, d);
+    in_two_chains(even, odd, block, dim - block < 32 ? dim : block + 32, next, ahead);
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 4
@@ -79,14 +83,7 @@ INLINE void few_values(const Item16& item, const float* weights, int column, con
       for (int c = 0; c < kColumns; ++c) chain[r][c] = fma(weight, value[c], chain[r][c]);
     }
   };
-  int j = begin;
-  if (j < end && j % 2) next(odd, j++);
-  for (; j + 1 < end; j += 2) {
-    next(even, j);
-    next(odd, j + 1);
-    if (j % 8 == 0) ahead.some(8);
-  }
-  if (j < end) next(even, j);
+  in_two_chains(even, odd, begin, end, next, ahead);
 #pragma GCC unroll 4
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 4

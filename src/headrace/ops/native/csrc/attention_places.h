@@ -1,10 +1,19 @@
-// Where attention's queries, keys and values lie. Included inside a code path's namespace, before attention.h and
-// attention_bf16.h, which say how they are gone through.
+// Where attention's queries, keys and values lie, and what is kept of a row. Included inside a code path's namespace, before
+// attention.h and attention_bf16.h, which say how they are gone through.
 
 // Running softmax of some query vectors: [rows][padded] sums, [rows][W] masses (to be added up), [rows] largest scores.
 struct State {
   float *sums, *mass, *top;
 };
+
+// A row of `total` shrinks by `old`, and what `more` has of it is added, shrunk by `fresh`.
+INLINE void add_row(const State& total, const State& more, int row, int padded, f old, f fresh) {
+  const auto add_up = [&](float* to, const float* from) __attribute__((always_inline)) {
+    store(to, fma(load(to), old, mul(load(from), fresh)));
+  };
+  add_up(total.mass + row * W, more.mass + row * W);
+  for (int d = 0; d < padded; d += W) add_up(total.sums + row * padded + d, more.sums + row * padded + d);
+}
 
 INLINE int padded_dim(int dim) { return (dim + W - 1) / W * W; }  // whole vectors
 
